@@ -1,0 +1,1 @@
+"""The bundled templates, one cookiecutter directory per layer family. No code here."""
