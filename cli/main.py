@@ -1,0 +1,239 @@
+"""The commands, in click. What they do lives in the modules beside; so does all logic."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import show
+from .apply import apply_plan
+from .ask import ask_about_conflicts, conflict_error, is_interactive
+from .check import FileState, check_files, fix_files
+from .errors import CliError
+from .new_layer import Request, plan_new_layer
+from .plan import Plan
+from .target import find_root
+from .template import bundled_templates, list_templates, load_template
+
+
+class _Group(click.Group):
+    """The one place where a `CliError` becomes a message and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CliError as error:
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(error.exit_code)
+
+
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if not value:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        click.echo(f"torchshard {version('torchshard')}")
+    except PackageNotFoundError:
+        click.echo("torchshard, a checkout that is not installed")
+    ctx.exit()
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Slice PyTorch layers over ranks; generate, check and prove new ones."""
+    ctx.obj = ctx.obj or bundled_templates()
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
+
+
+def _complete_template(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[str]:
+    names = list_templates(bundled_templates())
+    return [name for name in names if name.startswith(incomplete)]
+
+
+@main.command("new-layer")
+@click.argument("name")
+@click.option(
+    "-t",
+    "--template",
+    shell_complete=_complete_template,
+    help="Template to use; inferred from NAME unless given.",
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Set an option of the template (repeatable).",
+)
+@click.option(
+    "--into",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    metavar="DIR",
+    help="Folder for the layer: a package, or any other. Default: this one.",
+)
+@click.option("--module", help="Name of the new module. Default: NAME in snake_case.")
+@click.option("--dry-run", is_flag=True, help="Show the plan; write nothing.")
+@click.option("--diff", "with_diff", is_flag=True, help="Show the plan as a diff too.")
+@click.option("--skip", is_flag=True, help="Keep files that were edited.")
+@click.option("--force", is_flag=True, help="Overwrite files that were edited.")
+@click.option(
+    "--allow-shadow",
+    is_flag=True,
+    help="Allow the name of a torch.nn class or builtin.",
+)
+@_json_option
+@click.pass_obj
+def new_layer(
+    templates_root: Path,
+    name: str,
+    template: str | None,
+    settings: tuple[str, ...],
+    into: Path,
+    module: str | None,
+    dry_run: bool,
+    with_diff: bool,
+    skip: bool,
+    force: bool,
+    allow_shadow: bool,
+    as_json: bool,
+) -> None:
+    """Generate the sharded layer NAME, its test and its entry in the package."""
+    if skip and force:
+        raise click.UsageError("--skip and --force exclude each other")
+    request = Request(
+        class_name=name,
+        templates_root=templates_root,
+        template=template,
+        settings=settings,
+        into=into,
+        module=module,
+        allow_shadow=allow_shadow,
+    )
+    plan = plan_new_layer(request)
+    if skip or force:
+        plan = plan.answered_all("skip" if skip else "overwrite")
+    if not as_json:
+        _show_plan(plan, is_inferred=template is None, with_diff=with_diff)
+        if plan.conflicts and not dry_run and is_interactive():
+            plan = ask_about_conflicts(plan)
+    if not dry_run and not plan.conflicts:
+        apply_plan(plan)
+    if as_json:
+        click.echo(show.plan_json(plan, is_dry_run=dry_run, with_diff=with_diff))
+    elif not plan.conflicts or dry_run:
+        click.echo("dry run: nothing written" if dry_run else show.next_step(plan))
+    if plan.conflicts and not dry_run:
+        raise conflict_error(plan, _typed_command(request))
+
+
+def _show_plan(plan: Plan, *, is_inferred: bool, with_diff: bool) -> None:
+    known = plan.layer.key in plan.lock.layers
+    how = "as recorded" if known else "inferred from the name"
+    reason = f"   ({how}; -t to change)" if is_inferred else ""
+    click.echo(f"template {plan.layer.template}{reason}")
+    for line in show.plan_lines(plan):
+        click.echo(line)
+    if with_diff:
+        click.echo(show.plan_diff(plan), nl=False)
+
+
+def _typed_command(request: Request) -> str:
+    """What was typed, without the options that only say how to show it."""
+    words = ["torchshard", "new-layer", request.class_name]
+    words += ["-t", request.template] if request.template else []
+    for setting in request.settings:
+        words += ["--set", setting]
+    words += ["--into", str(request.into)] if request.into != Path() else []
+    words += ["--module", request.module] if request.module else []
+    words += ["--allow-shadow"] if request.allow_shadow else []
+    return shlex.join(words)
+
+
+@main.group()
+def templates() -> None:
+    """Show what can be generated."""
+
+
+@templates.command("list")
+@_json_option
+@click.pass_obj
+def templates_list(root: Path, as_json: bool) -> None:
+    """List the templates."""
+    found = [load_template(root, name) for name in list_templates(root)]
+    if as_json:
+        click.echo(show.templates_json(found))
+    else:
+        _echo_all(show.templates_lines(found))
+
+
+@templates.command("show")
+@click.argument("name", shell_complete=_complete_template)
+@_json_option
+@click.pass_obj
+def templates_show(root: Path, name: str, as_json: bool) -> None:
+    """Describe the template NAME and its options."""
+    template = load_template(root, name)
+    if as_json:
+        click.echo(show.template_json(template))
+    else:
+        _echo_all(show.template_lines(template))
+
+
+@main.command()
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--strict", is_flag=True, help="Fail on edited files too.")
+@click.option(
+    "--fix", is_flag=True, help="First write again what no edit would be lost in."
+)
+@_json_option
+@click.pass_context
+def check(
+    ctx: click.Context, paths: tuple[Path, ...], strict: bool, fix: bool, as_json: bool
+) -> None:
+    """Compare generated files (PATHS, or all) with their templates."""
+    root = find_root(Path())
+    if fix:
+        fix_files(root, ctx.obj)
+    names = [_relative(root, path) for path in paths]
+    states = check_files(root, ctx.obj, names)
+    if as_json:
+        click.echo(show.states_json(root, states))
+    else:
+        _echo_all(show.state_lines(root, states))
+    ctx.exit(1 if any(_is_drift(state, strict) for state in states) else 0)
+
+
+def _relative(root: Path, path: Path) -> str:
+    file = path.parent.resolve() / path.name
+    return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(path)
+
+
+def _is_drift(state: FileState, strict: bool) -> bool:
+    return state.state in ("outdated", "missing") or (
+        strict and state.state == "edited"
+    )
+
+
+def _echo_all(lines: Any) -> None:
+    for line in lines:
+        click.echo(line)
+
+
+# `torchshard verify` joins here, with `main.add_command(verify)`: its module may import
+# torch inside the function that runs, and nowhere else.

@@ -1,0 +1,294 @@
+"""One edit of a package's `__init__.py`: the line that exports a new class.
+
+Text in, text out. The line is put where isort would put it, into `__all__` too where there
+is one, and nothing else is touched: comments, order and line endings stay.
+"""
+
+import ast
+import re
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from .errors import UsageError
+
+MAX_WIDTH = 88
+Edit: TypeAlias = tuple[int, int, str]  # from, to (offsets in the text), new text
+Import: TypeAlias = ast.Import | ast.ImportFrom
+
+
+def add_export(text: str, module: str, name: str) -> str:
+    """`text` with `from .module import name`, and `name` in `__all__` if there is one.
+
+    Raises:
+        UsageError: If `text` is not Python, or means something else by `name`.
+    """
+    mark = "\ufeff" if text.startswith("\ufeff") else ""
+    source = _Source(text.removeprefix(mark))
+    taken = _other_meaning(source.tree.body, module, name)
+    if taken:
+        raise UsageError(
+            f"'{name}' is already defined in __init__.py, line {taken}; "
+            "choose another name"
+        )
+    edits = [*_import_edits(source, module, name), *_all_edits(source, name)]
+    return mark + source.edited(edits)
+
+
+class _Source:
+    """Python text, and the offsets of its lines and nodes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.newline = "\r\n" if "\r\n" in text else "\n"
+        self.lines = re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)
+        self.starts = [0]
+        for line in self.lines:
+            self.starts.append(self.starts[-1] + len(line))
+        try:
+            self.tree = ast.parse(text)
+        except SyntaxError as error:
+            raise UsageError(
+                f"__init__.py is not valid Python, line {error.lineno}: {error.msg}; "
+                "mend it first"
+            ) from error
+
+    def offset(self, line: int, column: int) -> int:
+        """Offset of a position as `ast` gives it: line from 1, column in UTF-8 bytes."""
+        before = self.lines[line - 1].encode()[:column].decode()
+        return self.starts[line - 1] + len(before)
+
+    def start(self, node: ast.expr | ast.stmt) -> int:
+        return self.offset(node.lineno, node.col_offset)
+
+    def end(self, node: ast.expr | ast.stmt) -> int:
+        assert node.end_lineno is not None  # ast.parse sets it on every node
+        assert node.end_col_offset is not None
+        return self.offset(node.end_lineno, node.end_col_offset)
+
+    def segment(self, node: ast.expr | ast.stmt) -> str:
+        return self.text[self.start(node) : self.end(node)]
+
+    def line_after(self, node: ast.stmt) -> int:
+        """Offset of the line after the last one of `node`."""
+        assert node.end_lineno is not None
+        return self.starts[node.end_lineno]
+
+    def above(self, node: ast.stmt) -> int:
+        """Offset of the line of `node`, or of the comment right above it.
+
+        A comment that opens the file is its licence or its shebang, not the node's.
+        """
+        line = node.lineno
+        while line > 1 and self.lines[line - 2].lstrip().startswith("#"):
+            line -= 1
+        return self.starts[(node.lineno if line == 1 else line) - 1]
+
+    def edited(self, edits: Sequence[Edit]) -> str:
+        text = self.text
+        for start, end, new in sorted(edits, reverse=True):
+            if new and start == len(text) and text and not text.endswith(("\n", "\r")):
+                new = "\n" + new
+            text = text[:start] + new.replace("\n", self.newline) + text[end:]
+        return text
+
+
+def _other_meaning(body: Sequence[ast.stmt], module: str, name: str) -> int:
+    """Line on which `name` is bound to anything but the class of `.module`; 0 if none."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            bound = [node.name]
+        elif isinstance(node, ast.Assign):
+            bound = [
+                target.id for target in node.targets if isinstance(target, ast.Name)
+            ]
+        elif isinstance(node, ast.Import | ast.ImportFrom) and not _is_from(
+            node, module
+        ):
+            bound = [alias.asname or alias.name for alias in node.names]
+        else:
+            continue
+        if name in bound:
+            return node.lineno
+    return 0
+
+
+def _is_from(node: ast.stmt, module: str) -> bool:
+    return (
+        isinstance(node, ast.ImportFrom) and node.level == 1 and node.module == module
+    )
+
+
+def _import_edits(source: _Source, module: str, name: str) -> list[Edit]:
+    body = source.tree.body
+    same = [
+        node
+        for node in body
+        if isinstance(node, ast.ImportFrom) and _is_from(node, module)
+    ]
+    if any(alias.name in (name, "*") for node in same for alias in node.names):
+        return []
+    if same:
+        return [_merged(source, same[-1], name)]
+    line = f"from .{module} import {name}\n"
+    return [_placed(source, _import_run(body), module, line)]
+
+
+def _merged(source: _Source, node: ast.ImportFrom, name: str) -> Edit:
+    """`name` among the names that `node` imports from the same module."""
+    text = source.segment(node)
+    if "#" in text:
+        after = source.line_after(node)
+        return (after, after, f"from .{node.module} import {name}\n")
+    names = [ast.unparse(alias) for alias in node.names]
+    names.insert(_place(names, name), name)
+    line = f"from .{node.module} import {', '.join(names)}"
+    if len(line) > MAX_WIDTH or re.search(r",\s*\)$", text):
+        listed = "".join(f"    {one},\n" for one in names)
+        line = f"from .{node.module} import (\n{listed})"
+    return (source.start(node), source.end(node), line)
+
+
+def _import_run(body: Sequence[ast.stmt]) -> list[Import]:
+    """The first unbroken run of imports that holds a relative one; or else the first run."""
+    runs: list[list[Import]] = [[]]
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            runs[-1].append(node)
+        elif runs[-1]:
+            runs.append([])
+    relative = [run for run in runs if any(_level(node) for node in run)]
+    return (relative or runs)[0]
+
+
+def _level(node: Import) -> int:
+    return node.level if isinstance(node, ast.ImportFrom) else 0
+
+
+def _placed(source: _Source, run: list[Import], module: str, line: str) -> Edit:
+    """The place for `line`, a new import from `.module`."""
+    relative = [node for node in run if _level(node)]
+    before = [node for node in relative if _import_key(node) < (-1, _natural(module))]
+    if before:
+        at = source.line_after(before[-1])
+    elif relative:
+        at = source.above(relative[0])
+    elif run:
+        at = source.line_after(run[-1])
+        line = "\n" + line
+    else:
+        return _first_import(source, line)
+    return (at, at, line)
+
+
+def _import_key(node: Import) -> tuple[int, list[int | str]]:
+    """Order of relative imports: the furthest parent first, then by module."""
+    module = node.module if isinstance(node, ast.ImportFrom) else None
+    return (-_level(node), _natural(module or ""))
+
+
+def _first_import(source: _Source, line: str) -> Edit:
+    """The place for `line` in a file without imports: below its docstring and licence."""
+    body = source.tree.body
+    has_docstring = bool(body) and _is_docstring(body[0])
+    if has_docstring:
+        at = source.line_after(body[0])
+        follows = source.text[at:]
+        after = "" if not follows.strip() or follows[:1] in "\r\n" else "\n"
+        return (at, at, f"\n{line}{after}")
+    if body:
+        at = source.above(body[0])
+        return (at, at, f"{line}\n")
+    at = len(source.text)
+    return (at, at, f"\n{line}" if source.text.strip() else line)
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def _all_edits(source: _Source, name: str) -> list[Edit]:
+    value = _all_value(source.tree.body)
+    if value is None:
+        return []
+    if any(isinstance(x, ast.Constant) and x.value == name for x in value.elts):
+        return []
+    quote = source.segment(value.elts[0])[:1] if value.elts else '"'
+    item = f"'{name}'" if quote == "'" else f'"{name}"'
+    at = _place([_literal(element) for element in value.elts], name)
+    if value.lineno == value.end_lineno:
+        return [_one_line(source, value, at, item)]
+    return [_many_lines(source, value, at, item)]
+
+
+def _all_value(body: Sequence[ast.stmt]) -> ast.List | ast.Tuple | None:
+    """The list or tuple that `__all__` is set to, if it is spelled out."""
+    for node in body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        if any(isinstance(x, ast.Name) and x.id == "__all__" for x in targets):
+            value = node.value  # type: ignore[attr-defined]  # one of the two above
+            return value if isinstance(value, ast.List | ast.Tuple) else None
+    return None
+
+
+def _literal(element: ast.expr) -> str:
+    return str(element.value) if isinstance(element, ast.Constant) else ""
+
+
+def _one_line(source: _Source, value: ast.List | ast.Tuple, at: int, item: str) -> Edit:
+    text = source.segment(value)
+    opened, closed = ("[", "]") if isinstance(value, ast.List) else ("(", ")")
+    items = [source.segment(element) for element in value.elts]
+    items.insert(at, item)
+    single = isinstance(value, ast.Tuple) and len(items) == 1
+    line = f"{opened}{', '.join(items)}{',' if single else ''}{closed}"
+    last = source.lines[value.lineno - 1].rstrip("\r\n")
+    if len(last) - len(text) + len(line) > MAX_WIDTH:
+        line = opened + "\n" + "".join(f"    {one},\n" for one in items) + closed
+    return (source.start(value), source.end(value), line)
+
+
+def _many_lines(
+    source: _Source, value: ast.List | ast.Tuple, at: int, item: str
+) -> Edit:
+    """A line of its own where the others have one, and a comma after the last."""
+    elements = value.elts
+    if not elements:
+        start = source.start(value) + 1
+        return (start, start, f"\n    {item},")
+    own_lines = len({element.lineno for element in elements}) == len(elements)
+    if at < len(elements):
+        start = source.start(elements[at])
+        indent = " " * elements[at].col_offset
+        return (start, start, f"{item},\n{indent}" if own_lines else f"{item}, ")
+    last = elements[-1]
+    end = source.end(last)
+    comma = re.match(r"\s*,", source.text[end:])
+    start = end + (comma.end() if comma else 0)
+    gap = "\n" + " " * last.col_offset if own_lines else " "
+    return (start, start, f"{'' if comma else ','}{gap}{item},")
+
+
+def _place(names: Sequence[str], name: str) -> int:
+    """Index in `names` before the first that sorts after `name`."""
+    later = (
+        i for i, other in enumerate(names) if _member_key(other) > _member_key(name)
+    )
+    return next(later, len(names))
+
+
+def _member_key(name: str) -> tuple[int, list[int | str]]:
+    """The order of names in an import: CONSTANTS, then Classes, then functions."""
+    kind = 0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2
+    return (kind, _natural(name))
+
+
+def _natural(name: str) -> list[int | str]:
+    """A sort key under which `conv2d` comes before `conv10d`."""
+    parts = re.split(r"(\d+)", name.lower())
+    return [int(part) if part.isdigit() else part for part in parts]

@@ -1,0 +1,99 @@
+"""Where files land: the project's root, the package, the tests. Reads, never writes."""
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from .errors import UsageError
+
+
+@dataclass(frozen=True)
+class Target:
+    """A place for a layer.
+
+    Attributes:
+        root: Folder that nothing is ever written outside of; it holds the lock.
+        package: Folder of the module, a posix path relative to `root`.
+        tests: Folder of the test, likewise.
+        import_prefix: Dotted name of the package; empty outside one.
+    """
+
+    root: Path
+    package: str
+    tests: str
+    import_prefix: str
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the module."""
+        return self.root / self.package
+
+    @property
+    def in_package(self) -> bool:
+        """Whether the module becomes part of a package."""
+        return bool(self.import_prefix)
+
+    def import_path(self, module: str) -> str:
+        """What to import `module` from."""
+        return f"{self.import_prefix}.{module}" if self.import_prefix else module
+
+
+def find_target(folder: Path) -> Target:
+    """The target that `--into folder` means.
+
+    Raises:
+        UsageError: If it is no folder, or a package that nobody can import.
+    """
+    folder = folder.resolve()
+    if not folder.is_dir():
+        raise UsageError(f"--into {folder}: there is no such folder; make it first")
+    if not (folder / "__init__.py").exists():
+        return Target(root=folder, package=".", tests=".", import_prefix="")
+    top = folder
+    while (top / "__init__.py").exists():
+        _check_importable(top)
+        top = top.parent
+    root = top.parent if top.name == "src" else top
+    package = folder.relative_to(root).as_posix()
+    return Target(
+        root=root,
+        package=package,
+        tests="tests" if (root / "tests").is_dir() else package,
+        import_prefix=".".join(folder.relative_to(top).parts),
+    )
+
+
+def _check_importable(folder: Path) -> None:
+    if not folder.name.isidentifier():
+        raise UsageError(
+            f"{folder} holds an __init__.py, but '{folder.name}' cannot be imported; "
+            "rename the folder, or pass --into another"
+        )
+
+
+def inside(root: Path, path: str) -> Path:
+    """The file that `path` means under `root`, symlinks followed.
+
+    Raises:
+        UsageError: If it lies outside `root`, or is a folder.
+    """
+    file = (root / PurePosixPath(path)).resolve()
+    if not file.is_relative_to(root.resolve()):
+        raise UsageError(f"{path} leads out of {root}, to {file}; nothing was written")
+    if file.is_dir():
+        raise UsageError(f"{path} is a folder; nothing was written")
+    return file
+
+
+def find_root(folder: Path) -> Path:
+    """The nearest folder at or above `folder` that holds a lock.
+
+    Raises:
+        UsageError: If there is none.
+    """
+    for candidate in (folder.resolve(), *folder.resolve().parents):
+        if (candidate / ".torchshard" / "lock.json").is_file():
+            return candidate
+    raise UsageError(
+        f"no .torchshard/lock.json in {folder.resolve()} or above; "
+        "`torchshard new-layer` writes one"
+    )
