@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import traceback
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,22 +63,21 @@ def _generate(template: Template, layer: Layer, stage: Path, out: Path) -> None:
             overwrite_if_exists=True,
             accept_hooks=False,
         )
-    except Exception as error:  # a template can run any expression, so raise anything
+    except TemplateError:
+        raise
+    except Exception as error:  # a template can run any expression
         raise TemplateError(_describe(error, template, stage)) from error
 
 
 def _context(template: Template, layer: Layer, stage: Path) -> dict[str, Any]:
     """What a template sees as `cookiecutter`: typed options, then what is computed."""
     from cookiecutter.generate import generate_context
-    from cookiecutter.prompt import render_variable
-    from cookiecutter.utils import create_env_with_context
 
     from .snake import SnakeExtension
 
     raw = generate_context(str(stage / "cookiecutter.json"))["cookiecutter"]
     extension = f"{SnakeExtension.__module__}.{SnakeExtension.__qualname__}"
-    values: dict[str, Any] = {
-        **{key: raw[key] for key in raw if key.startswith("_")},
+    given = {
         **layer.options,
         "class_name": layer.class_name,
         "__module": layer.module,
@@ -89,22 +89,42 @@ def _context(template: Template, layer: Layer, stage: Path) -> dict[str, Any]:
         "_py": "py",
         "_tests": layer.tests,
     }
+    private = {key: raw[key] for key in raw if key.startswith("_")}
+    return _computed(template, {**private, **given}, keep=given)
+
+
+def _computed(
+    template: Template, values: dict[str, Any], keep: Container[str]
+) -> dict[str, Any]:
+    """`values`, where those named `__...` are rendered, save the ones in `keep`."""
+    from cookiecutter.prompt import render_variable
+    from cookiecutter.utils import create_env_with_context
+
     environment = create_env_with_context({"cookiecutter": values})
-    for key in raw:
-        if key.startswith("__") and key not in ("__module", "__prompts__"):
-            values[key] = render_variable(environment, raw[key], values)
+    for key in [key for key in values if key.startswith("__") and key not in keep]:
+        try:
+            values[key] = render_variable(environment, values[key], values)
+        except Exception as error:  # a template can run any expression
+            where = f"{_label(template)}/cookiecutter.json: '{key}'"
+            raise TemplateError(f"{where}: {_reason(error)}") from error
     return values
 
 
 def _describe(error: Exception, template: Template, stage: Path) -> str:
     """The file and the line of a template that failed, and why."""
+    from jinja2 import TemplateSyntaxError
+
     cause = error.__cause__ or error
-    if getattr(cause, "lineno", None):
-        name, line = getattr(cause, "filename", None) or "", cause.lineno  # type: ignore[attr-defined]
-        name = name or getattr(cause, "name", "") or ""
-    else:
-        name, line = _last_template_line(cause)
-    return f"{_shown(name, template, stage)}:{line}: {_reason(cause)}"
+    name, line = _last_template_line(cause)
+    if isinstance(cause, TemplateSyntaxError):
+        name, line = cause.filename or cause.name or "", cause.lineno
+    where = f"{_shown(name, template, stage)}:{line}" if name else _label(template)
+    return f"{where}: {_reason(cause)}"
+
+
+def _label(template: Template) -> str:
+    """The folder of a template as its author calls it: `templates/linear`."""
+    return f"{template.folder.parent.name}/{template.name}"
 
 
 def _reason(error: BaseException) -> str:
@@ -124,20 +144,18 @@ def _last_template_line(error: BaseException) -> tuple[str, int]:
 
 def _shown(name: str, template: Template, stage: Path) -> str:
     """`name`, which cookiecutter sees from inside the staged folder, as its author does."""
-    folder = template.folder.parent.name
-    if not name:
-        return f"{folder}/{template.name}/cookiecutter.json"
     if name.startswith("../templates/"):
         partial = name.removeprefix("../templates/")
-        return f"{folder}/{SHARED}/{partial}"
+        return f"{template.folder.parent.name}/{SHARED}/{partial}"
     output = next(
         path.name for path in stage.iterdir() if "cookiecutter._out" in path.name
     )
-    return f"{folder}/{template.name}/{output}/{name.removeprefix('./')}"
+    return f"{_label(template)}/{output}/{name.removeprefix('./')}"
 
 
 def _read(template: Template, out: Path) -> dict[str, str]:
-    paths = sorted(path for path in out.rglob("*") if path.is_file())
+    found = (path for path in out.rglob("*") if path.is_file())
+    paths = sorted(found, key=lambda path: (path.name.startswith("test_"), path))
     if len(paths) != len(template.outputs()):
         raise TemplateError(
             f"template '{template.name}' has {len(template.outputs())} files but wrote "

@@ -55,14 +55,15 @@ def plan_diff(plan: Plan) -> str:
 
 
 def next_step(plan: Plan) -> str:
-    """How many files were written, and what to run now."""
-    count = len(plan.written)
-    if not count:
-        return "nothing to write: every file is as it should be, or was kept"
+    """How many files were written or kept, and what to run now."""
+    kept = sum(entry.status == "skip" for entry in plan.entries)
+    also_kept = f", {kept} kept" if kept else ""
+    if not plan.written:
+        return f"nothing to write{also_kept}"
     tests = [e.path for e in plan.entries if Path(e.path).name.startswith("test_")]
     paths = " ".join(shlex.quote(shown_path(plan.root, path)) for path in tests)
     following = f" Next: pytest {paths}" if tests else ""
-    return f"{plural(count, 'file')} written.{following}"
+    return f"{plural(len(plan.written), 'file')} written{also_kept}.{following}"
 
 
 def plural(count: int, noun: str) -> str:
