@@ -1,0 +1,3 @@
+"""Finished sharded layers, each the rendering of a template."""
+
+__all__: list[str] = []

@@ -1,0 +1,65 @@
+"""torchshard: torch.nn layers sliced over ranks, and the tools to make new ones."""
+
+from torchshard import distributed, errors, nn
+from torchshard.checks import expect_indices
+from torchshard.distributed.groups import (
+    ShardGroup,
+    destroy_process_group,
+    init_process_group,
+)
+from torchshard.initializer import (
+    Constant,
+    Given,
+    Initializer,
+    Normal,
+    Uniform,
+    ZeroRow,
+    fan_in_uniform,
+    kaiming_uniform,
+    xavier_normal,
+    xavier_uniform,
+)
+from torchshard.layer import ParallelLayer, ParameterSpec
+from torchshard.layout import (
+    Axis,
+    Partial,
+    Segment,
+    Shard,
+    Whole,
+    covering,
+    split_of,
+)
+from torchshard.tensor import ShardedTensor
+
+__version__ = "0.2.0"
+
+__all__ = [
+    "Axis",
+    "Constant",
+    "Given",
+    "Initializer",
+    "Normal",
+    "ParallelLayer",
+    "ParameterSpec",
+    "Partial",
+    "Segment",
+    "Shard",
+    "ShardGroup",
+    "ShardedTensor",
+    "Uniform",
+    "Whole",
+    "ZeroRow",
+    "__version__",
+    "covering",
+    "destroy_process_group",
+    "distributed",
+    "errors",
+    "expect_indices",
+    "fan_in_uniform",
+    "init_process_group",
+    "kaiming_uniform",
+    "nn",
+    "split_of",
+    "xavier_normal",
+    "xavier_uniform",
+]

@@ -1,0 +1,404 @@
+"""Differentiable moves between whole tensors, shards and partials.
+
+A tensor is *whole* (the same on every rank), a *shard* (a part of one dim) or a *partial*
+(the ranks' sum is meant). All ranks of a group compute one logical loss, so the gradient of
+a whole tensor is whole and must not be summed again, and each op's backward is another op:
+
+    op                      input -> output     forward           backward
+    copy                    whole -> to shards  identity          all-reduce
+    reduce                  partial -> whole    all-reduce        identity
+    total                   partial -> to shards    all-reduce    all-reduce
+    scatter                 whole -> shard      own slice         all-gather
+    gather                  shard -> whole      all-gather        own slice
+    all_gather              shard -> to shards  all-gather        reduce-scatter
+    reduce_scatter          partial -> shard    reduce-scatter    all-gather
+    all_to_all              shard -> shard      all-to-all        all-to-all
+    enter_model_parallel    local batch -> whole    all-gather    own slice x R
+    leave_model_parallel    whole -> local batch    own slice     all-gather / R
+
+"to shards" means that compute which differs between the ranks reads the tensor next. Every
+rank must reach every backward in the same order, also with an empty shard. Group ranks
+everywhere; a group of one returns its argument. Double backward works through all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+from torchshard.distributed import collectives
+from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
+from torchshard.errors import LayoutError, ShapeError
+from torchshard.layout import Ranges, balanced_ranges, ranges_of_lengths
+
+GatherGrad: TypeAlias = Literal["whole", "shards", "batch"]
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ShardGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Reduce.apply(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ShardGroup) -> Tensor:
+        ctx.group = group
+        return collectives.all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Copy.apply(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, ranges: Ranges, group: ShardGroup
+    ) -> Tensor:
+        ctx.place = (dim, ranges, group)
+        own = collectives.own_shard(x, dim, ranges, group)
+        return own.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        grad_whole = _SumShards if ctx.place[1].overlaps else _Gather
+        return grad_whole.apply(grad, *ctx.place), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, ranges: Ranges, group: ShardGroup
+    ) -> Tensor:
+        ctx.place = (dim, ranges, group)
+        return collectives.all_gather(x, dim, ranges, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Scatter.apply(grad, *ctx.place), None, None, None
+
+
+class _SumShards(torch.autograd.Function):
+    """Shards that overlap -> whole, adding what several ranks hold."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, ranges: Ranges, group: ShardGroup
+    ) -> Tensor:
+        ctx.place = (dim, ranges, group)
+        return collectives.sum_into_whole(x, dim, ranges, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Scatter.apply(grad, *ctx.place), None, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, ranges: Ranges, group: ShardGroup
+    ) -> Tensor:
+        ctx.place = (dim, ranges, group)
+        return collectives.all_gather(x, dim, ranges, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _ReduceScatter.apply(grad, *ctx.place), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, ranges: Ranges, group: ShardGroup
+    ) -> Tensor:
+        ctx.place = (dim, ranges, group)
+        return collectives.reduce_scatter(x, dim, ranges, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _AllGather.apply(grad, *ctx.place), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        split_dim: int,
+        split: Ranges,
+        join_dim: int,
+        join: Ranges,
+        group: ShardGroup,
+    ) -> Tensor:
+        ctx.back = (join_dim, join, split_dim, split, group)
+        return collectives.all_to_all(x, split_dim, split, join_dim, join, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllToAll.apply(grad, *ctx.back), None, None, None, None, None
+
+
+class _SumOverHolders(torch.autograd.Function):
+    """Identity whose gradient is summed over the ranks that hold the same indices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, ranges: Ranges, group: ShardGroup
+    ) -> Tensor:
+        ctx.place = (dim, ranges, group)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        whole = _SumShards.apply(grad, *ctx.place)
+        return _Scatter.apply(whole, *ctx.place), None, None, None
+
+
+class _ScaleGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def copy(x: Tensor, group: GroupLike = None) -> Tensor:
+    """Hand a whole tensor to sharded compute: its gradient is summed over the ranks.
+
+    Activations *and* parameters need it wherever a whole tensor meets a shard.
+    """
+    group = resolve_group(group)
+    return x if group.size == 1 else cast(Tensor, _Copy.apply(x, group))
+
+
+def reduce(x: Tensor, group: GroupLike = None) -> Tensor:
+    """Return the sum of the ranks' partials `x`, whole. `x` is left alone."""
+    group = resolve_group(group)
+    return x if group.size == 1 else cast(Tensor, _Reduce.apply(x, group))
+
+
+def reduce_(x: Tensor, group: GroupLike = None) -> Tensor:
+    """Sum `x` over the ranks in place, without autograd, and return it.
+
+    Raises:
+        LayoutError: If `x` takes part in autograd, where a write in place is silently wrong.
+    """
+    group = resolve_group(group)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise LayoutError(
+            "reduce_ was given a tensor that requires grad; writing into it would make its"
+            " gradient wrong. Use reduce(x), which returns the sum."
+        )
+    if group.size == 1:
+        return x
+    if x.is_contiguous():
+        dist.all_reduce(x, group=group.process_group)
+        return x
+    return x.copy_(collectives.all_reduce(x, group))
+
+
+def total(x: Tensor, group: GroupLike = None) -> Tensor:
+    """Return the sum of the partials `x` for sharded compute: all-reduce both ways.
+
+    Statistics that shards read: norms, softmax denominators.
+    """
+    group = resolve_group(group)
+    return copy(reduce(x, group), group)
+
+
+def scatter(
+    x: Tensor, dim: int = -1, *, ranges: Ranges | None = None, group: GroupLike = None
+) -> Tensor:
+    """Return this rank's shard of the whole `x` along `dim`.
+
+    Args:
+        x: Whole tensor, of any shape.
+        dim: The dim to split.
+        ranges: Who gets what; by default balanced, the first ranks one more.
+        group: The ranks; None is the model group.
+
+    Raises:
+        ShapeError: If `ranges` describes a dim of another size.
+    """
+    group = resolve_group(group)
+    ranges = ranges or balanced_ranges(x.shape[dim], group.size)
+    if ranges.size != x.shape[dim]:
+        raise ShapeError(
+            f"x has size {x.shape[dim]} in dim {dim}; the split is of {ranges.size}"
+            " indices. Pass the whole tensor."
+        )
+    if group.size == 1 and ranges.is_contiguous:
+        return x
+    return cast(Tensor, _Scatter.apply(x, dim % x.dim(), ranges, group))
+
+
+def gather(
+    x: Tensor,
+    dim: int = -1,
+    *,
+    grad: GatherGrad | None = None,
+    ranges: Ranges | None = None,
+    group: GroupLike = None,
+) -> Tensor:
+    """Return the whole tensor of which the ranks hold the parts `x`.
+
+    What flows back depends on who reads the result and what `x` was, so say it:
+
+        grad="whole"    `x` is a shard; compute that is the same on all ranks reads the
+                        result. Backward: own slice.
+        grad="shards"   `x` is a shard; sharded compute reads the result. Backward:
+                        reduce-scatter.
+        grad="batch"    `x` is this rank's batch under data parallelism, pooled for a
+                        sharded head (`enter_model_parallel`). Backward: R x own slice, as
+                        DistributedDataParallel divides by R.
+
+    Without `grad`, a plain tensor that requires grad and is gathered along the literal dim 0
+    is a batch, as in TorchShard's recipes; everything else is a shard for whole compute.
+
+    Args:
+        x: This rank's part. Sizes along `dim` may differ between ranks.
+        dim: The dim to lay the parts along.
+        grad: How the gradient flows, see above.
+        ranges: Who holds what; by default the sizes are exchanged first, in one small
+            all-gather.
+        group: The ranks; None is the model group.
+
+    Raises:
+        LayoutError: If `grad` is another word.
+    """
+    if has_torch_function_unary(x):
+        return handle_torch_function(gather, (x,), x, dim, grad=grad, group=group)
+    if grad is None:
+        grad = "batch" if dim == 0 and ranges is None and x.requires_grad else "whole"
+    if grad not in ("whole", "shards", "batch"):
+        raise LayoutError(
+            f"grad={grad!r} is not a way back. Expected 'whole', 'shards' or 'batch'."
+        )
+    if grad == "batch":
+        return enter_model_parallel(x, dim, group=group)
+    group = resolve_group(group)
+    ranges = ranges or exchanged_ranges(x, dim, group)
+    if group.size == 1 and ranges.is_contiguous:
+        return x
+    function = _Gather if grad == "whole" else _AllGather
+    return cast(Tensor, function.apply(x, dim % x.dim(), ranges, group))
+
+
+def exchanged_ranges(x: Tensor, dim: int, group: ShardGroup) -> Ranges:
+    """Return who holds what of shards whose sizes only their ranks know: one all-gather."""
+    if group.size == 1:
+        return ranges_of_lengths([x.shape[dim]])
+    length = torch.tensor([x.shape[dim]], device=x.device)
+    return ranges_of_lengths(collectives.stack(length, group).flatten().tolist())
+
+
+def all_gather(
+    x: Tensor, dim: int = -1, *, ranges: Ranges | None = None, group: GroupLike = None
+) -> Tensor:
+    """Return the whole tensor of the shards `x`, for sharded compute to read."""
+    return gather(x, dim, grad="shards", ranges=ranges, group=group)
+
+
+def reduce_scatter(
+    x: Tensor, dim: int = -1, *, ranges: Ranges | None = None, group: GroupLike = None
+) -> Tensor:
+    """Return this rank's shard along `dim` of the sum of the ranks' partials `x`."""
+    group = resolve_group(group)
+    ranges = ranges or balanced_ranges(x.shape[dim], group.size)
+    if group.size == 1 and ranges.is_contiguous:
+        return x
+    return cast(Tensor, _ReduceScatter.apply(x, dim % x.dim(), ranges, group))
+
+
+def all_to_all(
+    x: Tensor,
+    split_dim: int,
+    join_dim: int,
+    *,
+    split_ranges: Ranges | None = None,
+    join_ranges: Ranges | None = None,
+    group: GroupLike = None,
+) -> Tensor:
+    """Move the sharding from `join_dim` to `split_dim`: heads to sequence, and back.
+
+    Args:
+        x: Shard along `join_dim`, whole along `split_dim`.
+        split_dim: The dim that the result is a shard of.
+        join_dim: The dim that the result holds whole.
+        split_ranges: Who gets what of `split_dim`; balanced by default.
+        join_ranges: Who holds what of `join_dim`; by default the sizes are exchanged.
+        group: The ranks; None is the model group.
+    """
+    group = resolve_group(group)
+    if group.size == 1:
+        return x
+    split_ranges = split_ranges or balanced_ranges(x.shape[split_dim], group.size)
+    join_ranges = join_ranges or exchanged_ranges(x, join_dim, group)
+    split_dim, join_dim = split_dim % x.dim(), join_dim % x.dim()
+    args = (split_dim, split_ranges, join_dim, join_ranges, group)
+    return cast(Tensor, _AllToAll.apply(x, *args))
+
+
+def sum_over_holders(
+    x: Tensor, dim: int, ranges: Ranges, group: GroupLike = None
+) -> Tensor:
+    """Hand a shard whose indices several ranks hold to sharded compute.
+
+    The identity forward; backward sums the gradients of all holders of an index.
+    """
+    group = resolve_group(group)
+    if group.size == 1 or not ranges.overlaps:
+        return x
+    return cast(Tensor, _SumOverHolders.apply(x, dim % x.dim(), ranges, group))
+
+
+def enter_model_parallel(x: Tensor, dim: int = 0, *, group: GroupLike = None) -> Tensor:
+    """Pool the batches of the group's ranks: every rank gets all samples, in rank order.
+
+    Backward gives each rank R times its own slice. A data-parallel wrapper divides gradients
+    by all R ranks, yet the loss of the pooled batch is already the loss of all of them.
+
+    Args:
+        x: This rank's samples. Their number may differ between ranks.
+        dim: The batch dim.
+        group: The ranks; None is the model group.
+    """
+    group = resolve_group(group)
+    if group.size == 1:
+        return x
+    ranges = exchanged_ranges(x, dim, group)
+    scaled = cast(Tensor, _ScaleGrad.apply(x, float(group.size)))
+    return gather(scaled, dim, grad="whole", ranges=ranges, group=group)
+
+
+def leave_model_parallel(
+    x: Tensor, dim: int = 0, *, ranges: Ranges | None = None, group: GroupLike = None
+) -> Tensor:
+    """Return this rank's samples of a pooled batch; the inverse of `enter_model_parallel`.
+
+    Backward gathers the ranks' gradients and divides by R, as each rank now has a loss of its
+    own and a data-parallel wrapper averages them.
+
+    Args:
+        x: The pooled batch, whole.
+        dim: The batch dim.
+        ranges: Who gets which samples; balanced by default.
+        group: The ranks; None is the model group.
+    """
+    group = resolve_group(group)
+    if group.size == 1:
+        return x
+    own = scatter(x, dim, ranges=ranges, group=group)
+    return cast(Tensor, _ScaleGrad.apply(own, 1.0 / group.size))

@@ -1,0 +1,361 @@
+"""ParallelLayer: a layer that declares how it is sharded and computes on its own shard.
+
+A layer declares its axes, its parameters, and the layouts of its inputs and output. From
+that the base class cuts the parameters, initialises them as torch.nn does, moves activations
+in and out, checks sizes before the first collective, and loads whole or local state. What the
+layer writes itself is `local_forward`, in plain torch, and `finish`, for what comes after the
+reduce.
+
+The declarations live on the module, keyed by parameter name; the parameters are plain local
+`nn.Parameter`s.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torchshard.distributed import collectives, ops
+from torchshard.distributed.groups import GroupLike, resolve_group
+from torchshard.errors import LayoutError, ShapeError, StateError
+from torchshard.initializer import Initializer, Part
+from torchshard.layout import Axis, Layout, Partial, Ranges, Shard, Whole, ranges_of
+from torchshard.tensor import ShardedTensor, Sharding, mark, whole, whole_shape
+
+Outputs: TypeAlias = "Layout | tuple[Layout, ...]"
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter or buffer of a layer.
+
+    Args:
+        shape: Shape of the whole tensor.
+        layout: `Whole()`, or `Shard(dim, segments)`.
+        init: Its initialiser, which sees the fans of the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+    layout: Whole | Shard
+    init: Initializer
+
+
+class ParallelLayer(nn.Module, ABC):
+    """Base of every sharded layer.
+
+    A subclass calls `super().__init__(group)`, sets its fields, and ends its constructor with
+    `self.declare(...)`. It implements `local_forward` and, if something follows the reduce,
+    `finish`.
+
+    Args:
+        group: The ranks that share the layer; None is the model group of
+            `torchshard.distributed.init_process_group`, a group of one before that.
+
+    Attributes:
+        group: The `ShardGroup`, with `size` and `rank`.
+
+    Example:
+        >>> import torch
+        >>> import torchshard as ts
+        >>> class ParallelScale(ts.ParallelLayer):
+        ...     def __init__(self, features, *, group=None):
+        ...         super().__init__(group)
+        ...         self.declare(
+        ...             axes={"features": ts.Axis(features)},
+        ...             parameters={
+        ...                 "weight": ts.ParameterSpec(
+        ...                     (features,), ts.Shard(0, "features"), ts.Constant(1.0)
+        ...                 )
+        ...             },
+        ...             inputs={"input": ts.Shard(-1, "features")},
+        ...             output=ts.Shard(-1, "features"),
+        ...         )
+        ...
+        ...     def local_forward(self, input):
+        ...         return input * self.weight
+        >>> ParallelScale(6)(torch.ones(2, 6)).shape
+        torch.Size([2, 6])
+    """
+
+    def __init__(self, group: GroupLike = None) -> None:
+        super().__init__()
+        self.group = resolve_group(group)
+        self._axes: dict[str, Axis] = {}
+        self._specs: dict[str, ParameterSpec] = {}
+        self._inputs: dict[str, Layout] = {}
+        self._output: Outputs = Whole()
+        self._gather_output = False
+
+    def declare(
+        self,
+        *,
+        axes: Mapping[str, Axis],
+        parameters: Mapping[str, ParameterSpec | None],
+        inputs: Mapping[str, Layout],
+        output: Outputs,
+        buffers: Mapping[str, ParameterSpec | None] | None = None,
+        gather_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Cut, allocate and initialise the parameters. Called once, at the constructor's end.
+
+        Args:
+            axes: The index sets that are divided over the ranks.
+            parameters: By name, in the order in which torch.nn draws them. A dotted name
+                (`"out_proj.weight"`) makes the submodule; None registers an absent one.
+            inputs: Layout of each tensor argument of `local_forward`, in its order. Other
+                arguments pass through.
+            output: Layout of what `local_forward` returns, or one for each of a tuple.
+            buffers: As `parameters`, for state that is not trained.
+            gather_output: Whether callers get sharded outputs whole.
+            device: As for torch.nn layers. On the meta device nothing is initialised.
+            dtype: As for torch.nn layers.
+
+        Raises:
+            LayoutError: If a parameter's segments do not add up to its shape.
+        """
+        self._axes, self._inputs, self._output = dict(axes), dict(inputs), output
+        self._gather_output = gather_output
+        buffers = buffers or {}
+        for name, spec in [*parameters.items(), *buffers.items()]:
+            tensor = (
+                None if spec is None else self._allocated(name, spec, device, dtype)
+            )
+            self._register(name, tensor, is_buffer=name in buffers)
+        self.reset_parameters()
+
+    def _allocated(
+        self, name: str, spec: ParameterSpec, device: Any, dtype: torch.dtype | None
+    ) -> Tensor:
+        self._specs[name] = spec
+        shape = list(spec.shape)
+        ranges = self.ranges_of(name)
+        if ranges is not None and isinstance(spec.layout, Shard):
+            if ranges.size != shape[spec.layout.dim]:
+                raise LayoutError(
+                    f"{name} is declared with shape {spec.shape}, but the segments of its"
+                    f" dim {spec.layout.dim} add up to {ranges.size}."
+                )
+            shape[spec.layout.dim] = ranges.length(self.group.rank)
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    def _register(self, name: str, tensor: Tensor | None, is_buffer: bool) -> None:
+        *path, leaf = name.split(".")
+        module: nn.Module = self
+        for step in path:
+            if step not in module._modules:
+                module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        if is_buffer:
+            module.register_buffer(leaf, tensor)
+        else:
+            module.register_parameter(
+                leaf, None if tensor is None else nn.Parameter(tensor)
+            )
+
+    @property
+    def specs(self) -> Mapping[str, ParameterSpec]:
+        """The declared parameters and buffers, by dotted name."""
+        return self._specs
+
+    @property
+    def axes(self) -> Mapping[str, Axis]:
+        """The declared axes; empty if nothing is sharded."""
+        return self._axes
+
+    def tensor_of(self, name: str) -> Tensor:
+        """Return the local tensor of the parameter or buffer of that dotted name."""
+        path, _, leaf = name.rpartition(".")
+        return cast(Tensor, getattr(self.get_submodule(path), leaf))
+
+    def ranges_of(self, name: str) -> Ranges | None:
+        """Return who holds what of the named parameter's sharded dim; None if it is whole."""
+        layout = self._specs[name].layout
+        return self._ranges(layout) if isinstance(layout, Shard) else None
+
+    def _ranges(self, layout: Shard) -> Ranges:
+        return ranges_of(layout.segments, self._axes, self.group.size)
+
+    def own(self, axis: str) -> tuple[int, int]:
+        """Return this rank's half-open range of units of the named axis."""
+        return self._axes[axis].range(self.group.size, self.group.rank)
+
+    def num_own(self, axis: str) -> int:
+        """Return how many units of the named axis this rank holds."""
+        start, stop = self.own(axis)
+        return stop - start
+
+    def shared(self, name: str) -> Tensor:
+        """Return a parameter that several ranks hold, as sharded compute must read it.
+
+        Its gradient is summed over the ranks that hold it. Whole parameters used inside
+        `local_forward`, and shards of overlapping axes, are read through this; shards that
+        one rank holds are read as attributes.
+        """
+        tensor, layout = self.tensor_of(name), self._specs[name].layout
+        if isinstance(layout, Whole):
+            return ops.copy(tensor, self.group)
+        ranges = self._ranges(layout)
+        return ops.sum_over_holders(tensor, layout.dim, ranges, self.group)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set every parameter and buffer to its first values, as the torch.nn layer would.
+
+        Whole parameters are rank 0's on every rank, whatever the ranks' seeds.
+        """
+        for name, spec in self._specs.items():
+            tensor = self.tensor_of(name)
+            if tensor.is_meta:
+                continue
+            spec.init.fill(tensor, self._part(name))
+            if isinstance(spec.layout, Whole) and spec.init.is_random:
+                tensor.copy_(collectives.broadcast(tensor.detach(), self.group))
+
+    def _part(self, name: str) -> Part:
+        spec, ranges = self._specs[name], self.ranges_of(name)
+        if ranges is None or not isinstance(spec.layout, Shard):
+            return Part(spec.shape, 0, ((0, spec.shape[0]),))
+        dim = spec.layout.dim % len(spec.shape)
+        return Part(spec.shape, dim, ranges.per_rank[self.group.rank])
+
+    @abstractmethod
+    def local_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute this rank's output from inputs in the declared layouts."""
+
+    def finish(self, output: Any) -> Any:
+        """Return the layer's output from what the reduce gave: add a bias, divide a mean."""
+        return output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Move the inputs into their layouts, compute locally, and move the output out."""
+        entered: list[tuple[Tensor, Layout, Tensor]] = []
+        names = list(self._inputs)
+        for name in names[: len(args)]:
+            place = names.index(name)
+            moved = self._enter(name, args[place], entered)
+            args = (*args[:place], moved, *args[place + 1 :])
+        for name in names[len(args) :]:
+            if name in kwargs:
+                kwargs[name] = self._enter(name, kwargs[name], entered)
+        output = self.local_forward(*args, **kwargs)
+        if isinstance(self._output, tuple):
+            pairs = zip(output, self._output, strict=True)
+            return self.finish(tuple(self._leave(y, layout) for y, layout in pairs))
+        return self.finish(self._leave(output, self._output))
+
+    def _enter(
+        self, name: str, x: Any, entered: list[tuple[Tensor, Layout, Tensor]]
+    ) -> Any:
+        """Return `x` in its declared layout; a tensor given twice is moved once."""
+        if not isinstance(x, Tensor):
+            return x
+        layout = self._inputs[name]
+        self._expect_size(name, x, layout)
+        for seen, seen_layout, moved in entered:
+            if seen is x and seen_layout == layout:
+                return moved
+        move = self._enter_shard if isinstance(layout, Shard) else self._enter_whole
+        entered.append((x, layout, move(name, x, layout)))
+        return entered[-1][2]
+
+    def _expect_size(self, name: str, x: Tensor, layout: Layout) -> None:
+        if isinstance(layout, Shard):
+            dim, size = layout.dim, self._ranges(layout).size
+        elif isinstance(layout, Whole) and layout.dim is not None:
+            dim, size = layout.dim, layout.size or 0
+        else:
+            return
+        shape = whole_shape(x)
+        fits = -len(shape) <= dim < len(shape)
+        if not fits or shape[dim] != size:
+            raise ShapeError(
+                f"{name} has shape {tuple(shape)}; {type(self).__name__} expects size"
+                f" {size} in dim {dim}." + self._lost_mark(name, shape, dim, layout)
+            )
+
+    def _lost_mark(
+        self, name: str, shape: Sequence[int], dim: int, layout: Layout
+    ) -> str:
+        """Return the advice for a plain tensor that has the size of this rank's shard."""
+        if not isinstance(layout, Shard) or not -len(shape) <= dim < len(shape):
+            return ""
+        if shape[dim] != self._ranges(layout).length(self.group.rank):
+            return ""
+        return (
+            f" Size {shape[dim]} is this rank's share: if {name} is a shard, mark it with"
+            f" ShardedTensor.from_local({name}, dim={dim})."
+        )
+
+    def _enter_whole(self, name: str, x: Tensor, layout: Layout) -> Tensor:
+        if isinstance(x, ShardedTensor):
+            return whole(x, "shards" if self._axes else "whole")
+        return ops.copy(x, self.group) if self._axes and x.requires_grad else x
+
+    def _enter_shard(self, name: str, x: Tensor, layout: Layout) -> Tensor:
+        layout = cast(Shard, layout)
+        sharding = Sharding(layout.dim % x.dim(), self._ranges(layout), self.group)
+        if not isinstance(x, ShardedTensor):
+            dim, ranges = sharding.dim, sharding.ranges
+            return ops.scatter(x, dim, ranges=ranges, group=self.group)
+        if x.sharding != sharding:
+            raise ShapeError(
+                f"{name} is sharded on dim {x.sharding.dim} as {x.sharding.ranges.lengths};"
+                f" {type(self).__name__} takes it sharded on dim {sharding.dim} as"
+                f" {sharding.ranges.lengths}. Pass torchshard.distributed.gather({name}),"
+                " the whole tensor, and the layer will take its part."
+            )
+        return x.to_local()
+
+    def _leave(self, output: Any, layout: Layout) -> Any:
+        if output is None or isinstance(layout, Whole):
+            return output
+        if isinstance(layout, Partial):
+            return ops.reduce(output, self.group)
+        sharding = Sharding(layout.dim % output.dim(), self._ranges(layout), self.group)
+        marked = mark(output, sharding)
+        return whole(marked) if self._gather_output else marked
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take whole or local tensors, or DTensors: the shape says which."""
+        for name in self._specs:
+            key = prefix + name
+            if key in state_dict:
+                state_dict[key] = self._own_state(key, name, state_dict[key])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _own_state(self, key: str, name: str, value: Tensor) -> Tensor:
+        own_shape, spec = self.tensor_of(name).shape, self._specs[name]
+        value = _without_dtensor(value)
+        if value.shape == own_shape:
+            return value
+        ranges = self.ranges_of(name)
+        if ranges is None or value.shape != spec.shape:
+            raise StateError(
+                f"{key} has shape {tuple(value.shape)} in the state dict. Expected the"
+                f" whole {spec.shape} or rank {self.group.rank}'s shard {tuple(own_shape)}."
+            )
+        layout = cast(Shard, spec.layout)
+        return collectives.own_shard(value, layout.dim, ranges, self.group)
+
+    def extra_repr(self) -> str:
+        """Return the sharding of each parameter, for `print(model)`."""
+        parts = [f"rank={self.group.rank}/{self.group.size}"]
+        for name, spec in self._specs.items():
+            own = tuple(self.tensor_of(name).shape)
+            parts.append(f"{name}={own} of {spec.shape}")
+        return ", ".join(parts)
+
+
+def _without_dtensor(value: Tensor) -> Tensor:
+    """Return a DTensor as a whole plain tensor; a plain one as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return value.full_tensor() if isinstance(value, DTensor) else value

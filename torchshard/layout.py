@@ -1,0 +1,267 @@
+"""Which indices of a tensor dim each rank owns. Integers only: no torch, no groups.
+
+A dim is a list of `Segment`s laid end to end. A segment is `units x unit` elements of one
+`Axis`, and ranks own contiguous ranges of the axis' units. From that follow the
+`Ranges` of the dim: for every rank, the ordered global index ranges that it holds.
+Slicing, gathering, state and initialisation need nothing else.
+
+    in_proj_weight of an attention layer, 6 heads of size 2, over 4 ranks:
+        Axis(6)  ->  heads 0-1, 2-3, 4, 5
+        [Segment("heads", 2)] * 3  ->  rank 2 holds rows 8-9, 20-21, 32-33
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torchshard.errors import LayoutError
+
+Split: TypeAlias = Literal["whole", "column", "row"]
+Partition: TypeAlias = Callable[[int, int, int], tuple[int, int]]
+Segments: TypeAlias = "str | Segment | Sequence[Segment]"
+
+
+def balanced(num_units: int, size: int, rank: int) -> tuple[int, int]:
+    """Return the half-open range of units of `rank`: the first ranks get one more.
+
+    The rule of `torch.tensor_split`. With fewer units than ranks the last ranks get none.
+
+    Example:
+        >>> [balanced(5, 3, rank) for rank in range(3)]
+        [(0, 2), (2, 4), (4, 5)]
+    """
+    share, rest = divmod(num_units, size)
+    start = rank * share + min(rank, rest)
+    return start, start + share + (rank < rest)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An index set of `num_units` units (features, heads, groups, classes) to divide.
+
+    Args:
+        num_units: How many units there are.
+        partition: Maps `(num_units, size, rank)` to the rank's half-open range. Ranges of
+            different ranks may overlap; together they must cover all units.
+    """
+
+    num_units: int
+    partition: Partition = balanced
+
+    def range(self, size: int, rank: int) -> tuple[int, int]:
+        """Return the half-open range of units of `rank` out of `size`."""
+        return self.partition(self.num_units, size, rank)
+
+
+@dataclass(frozen=True)
+class _CoveringPartition:
+    axis: Axis
+    ratio: int
+
+    def __call__(self, num_units: int, size: int, rank: int) -> tuple[int, int]:
+        start, stop = self.axis.range(size, rank)
+        return (start // self.ratio, -(-stop // self.ratio)) if stop > start else (0, 0)
+
+
+def covering(axis: Axis, ratio: int) -> Axis:
+    """Return the axis whose unit `u` serves units `u * ratio ... (u + 1) * ratio` of `axis`.
+
+    A rank holds every unit that its units of `axis` need, so neighbouring ranks may hold the
+    same one: key/value heads of grouped-query attention.
+
+    Raises:
+        LayoutError: If `ratio` does not divide the units of `axis`.
+
+    Example:
+        >>> kv = covering(Axis(6), 3)
+        >>> [kv.range(4, rank) for rank in range(4)]
+        [(0, 1), (0, 2), (1, 2), (1, 2)]
+    """
+    if ratio < 1 or axis.num_units % ratio:
+        raise LayoutError(
+            f"ratio={ratio} does not divide the {axis.num_units} units of the axis."
+            " Expected a divisor: each covering unit serves the same number of units."
+        )
+    return Axis(axis.num_units // ratio, _CoveringPartition(axis, ratio))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One block of a dim: `unit` consecutive elements for each unit of the named axis."""
+
+    axis: str
+    unit: int = 1
+
+
+def as_segments(segments: Segments) -> tuple[Segment, ...]:
+    """Return `segments` in full form: a name or a single segment is a list of one."""
+    if isinstance(segments, str):
+        return (Segment(segments),)
+    return (segments,) if isinstance(segments, Segment) else tuple(segments)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The layout of a tensor that is the same on every rank.
+
+    Args:
+        dim: A dim whose size is checked, counted as torch counts dims.
+        size: The size that `dim` must have.
+    """
+
+    dim: int | None = None
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The layout of a tensor of which every rank holds a part of one dim.
+
+    Args:
+        dim: The sharded dim, counted as torch counts dims.
+        segments: What the dim consists of: an axis' name, a `Segment`, or several.
+    """
+
+    dim: int
+    segments: Segments
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segments", as_segments(self.segments))
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The layout of a tensor whose sum over the ranks is meant."""
+
+
+Layout: TypeAlias = Whole | Shard | Partial
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The global index ranges of one dim that each rank holds, in local order.
+
+    Attributes:
+        size: Global size of the dim.
+        per_rank: For each rank, its half-open ranges `(start, stop)`, none of them empty.
+    """
+
+    size: int
+    per_rank: tuple[tuple[tuple[int, int], ...], ...]
+
+    def length(self, rank: int) -> int:
+        """Return the number of indices that `rank` holds."""
+        return sum(stop - start for start, stop in self.per_rank[rank])
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of indices that each rank holds."""
+        return [self.length(rank) for rank in range(len(self.per_rank))]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether some index is held by more than one rank."""
+        return sum(self.lengths) != self.size
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the ranks hold one range each, laid end to end in rank order."""
+        flat = [bound for ranges in self.per_rank for bound in ranges]
+        starts = [0] + [stop for _, stop in flat]
+        one_each = all(len(ranges) <= 1 for ranges in self.per_rank)
+        return one_each and starts == [start for start, _ in flat] + [self.size]
+
+    def offset(self, rank: int) -> int:
+        """Return the first global index of `rank`, for a dim whose ranges are contiguous."""
+        return sum(self.lengths[:rank])
+
+    def scaled(self, factor: int) -> Ranges:
+        """Return the ranges of a dim in which every index became `factor` indices."""
+        per_rank = tuple(
+            tuple((start * factor, stop * factor) for start, stop in ranges)
+            for ranges in self.per_rank
+        )
+        return Ranges(self.size * factor, per_rank)
+
+
+def ranges_of(segments: Segments, axes: Mapping[str, Axis], size: int) -> Ranges:
+    """Return who holds what of the dim that `segments` describe, over `size` ranks.
+
+    Raises:
+        LayoutError: If a segment names an axis that is not in `axes`.
+    """
+    full = as_segments(segments)
+    for segment in full:
+        if segment.axis not in axes:
+            raise LayoutError(
+                f"Segment({segment.axis!r}) names an axis that is not declared."
+                f" Expected one of {sorted(axes)}."
+            )
+    total = sum(axes[segment.axis].num_units * segment.unit for segment in full)
+    per_rank = tuple(_own_ranges(full, axes, size, rank) for rank in range(size))
+    return Ranges(total, per_rank)
+
+
+def _own_ranges(
+    segments: Sequence[Segment], axes: Mapping[str, Axis], size: int, rank: int
+) -> tuple[tuple[int, int], ...]:
+    owned: list[tuple[int, int]] = []
+    offset = 0
+    for segment in segments:
+        axis, unit = axes[segment.axis], segment.unit
+        start, stop = axis.range(size, rank)
+        if stop > start:
+            _append(owned, (offset + start * unit, offset + stop * unit))
+        offset += axis.num_units * unit
+    return tuple(owned)
+
+
+def _append(owned: list[tuple[int, int]], bounds: tuple[int, int]) -> None:
+    """Add `bounds` to `owned`, as part of the last range where it continues that one."""
+    if owned and owned[-1][1] == bounds[0]:
+        bounds = (owned.pop()[0], bounds[1])
+    owned.append(bounds)
+
+
+def balanced_ranges(dim_size: int, size: int) -> Ranges:
+    """Return the `Ranges` of a dim of `dim_size` indices dealt evenly to `size` ranks."""
+    return ranges_of("dim", {"dim": Axis(dim_size)}, size)
+
+
+def ranges_of_lengths(lengths: Sequence[int]) -> Ranges:
+    """Return the `Ranges` of shards of the given lengths, laid end to end.
+
+    Example:
+        >>> ranges_of_lengths([2, 0, 3]).per_rank
+        (((0, 2),), (), ((2, 5),))
+    """
+    per_rank, start = [], 0
+    for length in lengths:
+        per_rank.append(((start, start + length),) if length else ())
+        start += length
+    return Ranges(start, tuple(per_rank))
+
+
+def split_of(dim: int | None) -> Split:
+    """Name the split that TorchShard's `dim` codes stand for.
+
+    `None` is `"whole"`, 1 and -1 are `"column"` (the output features), 0 is `"row"` (the
+    input features).
+
+    Raises:
+        LayoutError: If `dim` is another value.
+    """
+    names: dict[int | None, Split] = {
+        None: "whole",
+        1: "column",
+        -1: "column",
+        0: "row",
+    }
+    if dim not in names:
+        raise LayoutError(
+            f"dim={dim} is no split. Expected None (not split), 1 or -1 (split the output"
+            " features, column parallel) or 0 (split the input features, row parallel)."
+        )
+    return names[dim]

@@ -1,0 +1,26 @@
+"""Activations that know they are shards, and what each operation does to them."""
+
+from torchshard.tensor import batched, elementwise, reductions, shaping
+from torchshard.tensor.cross_entropy import parallel_cross_entropy
+from torchshard.tensor.sharded import (
+    RULES,
+    ShardedTensor,
+    Sharding,
+    mark,
+    whole,
+    whole_shape,
+)
+
+__all__ = [
+    "RULES",
+    "ShardedTensor",
+    "Sharding",
+    "batched",
+    "elementwise",
+    "mark",
+    "parallel_cross_entropy",
+    "reductions",
+    "shaping",
+    "whole",
+    "whole_shape",
+]

@@ -1,0 +1,106 @@
+"""Functions that are local as long as the sharded dim is one they treat as a batch.
+
+Matrix products over other dims, norms over other dims, pooling over positions. A whole
+parameter beside the shard is copied into the sharded compute, so that its gradient is summed
+over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torchshard.distributed import ops
+from torchshard.tensor.elementwise import aligned
+from torchshard.tensor.sharded import (
+    ShardedTensor,
+    first_sharded,
+    local_call,
+    mark,
+    mixes,
+    rule,
+)
+
+_REMEDY = "works on it (a row-parallel layer takes such an input)"
+
+
+def _copied(values: Any, x: ShardedTensor) -> Any:
+    """Return plain tensors among `values` as sharded compute reads them."""
+    return [
+        ops.copy(value, x.sharding.group) if isinstance(value, Tensor) else value
+        for value in values
+    ]
+
+
+@rule(["linear", "layer_norm", "rms_norm"])
+def _trailing(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Work on the last dims; `input` is the shard."""
+    x, *rest = args
+    name = func.__name__
+    shape = kwargs.get("normalized_shape", rest[0] if rest else ())
+    worked = 1 if name == "linear" else len(shape)
+    if not isinstance(x, ShardedTensor) or x.sharding.dim >= x.dim() - worked:
+        sharding = first_sharded([*args, *kwargs.values()]).sharding
+        raise mixes(
+            name, sharding, _REMEDY if name == "linear" else "normalises over it"
+        )
+    named = dict(zip(kwargs, _copied(kwargs.values(), x), strict=True))
+    return mark(local_call(func, (x, *_copied(rest, x)), named), x.sharding)
+
+
+@rule(["matmul", "__matmul__", "__rmatmul__", "bmm"])
+def _matmul(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Multiply matrices whose batch dims hold the sharded one."""
+    x = first_sharded(args)
+    sharding = x.sharding.at(x.sharding.dim - x.dim())
+    if sharding.dim >= -2:
+        raise mixes("matmul", x.sharding, _REMEDY)
+    values = tuple(aligned("matmul", arg, sharding) for arg in args)
+    result = local_call(func, values, kwargs)
+    return mark(result, sharding.at(result.dim() + sharding.dim))
+
+
+_POOLS = {
+    f"{name}{num_dims}d{suffix}": num_dims
+    for name in (
+        "max_pool",
+        "avg_pool",
+        "adaptive_avg_pool",
+        "adaptive_max_pool",
+        "lp_pool",
+    )
+    for num_dims in (1, 2, 3)
+    for suffix in ("", "_with_indices")
+}
+
+
+@rule(_POOLS)
+def _pool(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Pool over positions: the last one, two or three dims."""
+    x = first_sharded(args)
+    num_dims = _POOLS[func.__name__]
+    if x.sharding.dim >= x.dim() - num_dims:
+        raise mixes(func.__name__, x.sharding, "pools over it")
+    result = local_call(func, args, kwargs)
+    if isinstance(result, Tensor):
+        return mark(result, x.sharding)
+    return tuple(mark(part, x.sharding) for part in result)
+
+
+@rule(["pad"])
+def _pad(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Pad dims that are whole."""
+    x = args[0]
+    padding = args[1] if len(args) > 1 else kwargs["pad"]
+    if x.sharding.dim >= x.dim() - len(padding) // 2:
+        raise mixes("pad", x.sharding, "would lengthen it")
+    return mark(local_call(func, args, kwargs), x.sharding)

@@ -1,0 +1,124 @@
+"""Elementwise functions: the result is sharded as the arguments are.
+
+A plain tensor beside a shard is whole. Where it lacks the sharded dim or has size 1 there, it
+is copied into the sharded compute (its gradient is summed over the ranks); where it has the
+whole size, this rank's part is taken. A plain tensor of the shard's own size is an error: its
+mark was lost, and nobody can tell what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torchshard.distributed import ops
+from torchshard.distributed.random import shard_rng
+from torchshard.errors import ShapeError, ShardedOpError
+from torchshard.tensor.sharded import (
+    ShardedTensor,
+    Sharding,
+    first_sharded,
+    local_call,
+    mark,
+    rule,
+)
+
+_NAMES = """
+    abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
+    reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc sigmoid
+    logit sign sgn floor ceil round trunc frac clamp clip clamp_min clamp_max nan_to_num
+    isnan isinf isfinite relu relu6 leaky_relu elu selu celu gelu silu mish softplus softsign
+    hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink threshold logsigmoid
+    add sub subtract mul multiply div divide true_divide floor_divide fmod remainder pow
+    float_power rsub maximum minimum fmax fmin atan2 hypot lerp addcmul addcdiv where
+    masked_fill eq ne lt le gt ge logical_and logical_or logical_not logical_xor isclose
+    bitwise_and bitwise_or bitwise_xor bitwise_not
+    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__
+    __truediv__ __rtruediv__ __rdiv__ __itruediv__ __floordiv__ __rfloordiv__ __mod__
+    __pow__ __rpow__ __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+    __and__ __or__ __xor__ __invert__
+    to float double half bfloat16 type type_as int long bool cpu cuda clone contiguous detach
+    detach_ zeros_like ones_like empty_like full_like fill_ zero_ alias view_as_real
+    """.split()
+_IN_PLACE = """
+    abs_ neg_ exp_ log_ sqrt_ rsqrt_ square_ reciprocal_ sin_ cos_ tanh_ sigmoid_ clamp_
+    clamp_min_ clamp_max_ clip_ relu_ relu6_ leaky_relu_ elu_ selu_ celu_ hardtanh_
+    hardswish_ threshold_ add_ sub_ mul_ div_ pow_ floor_ ceil_ round_ nan_to_num_
+    masked_fill_ lerp_ addcmul_ addcdiv_ copy_
+    """.split()
+_RANDOM = """
+    dropout alpha_dropout rrelu rand_like randn_like bernoulli bernoulli_ uniform_ normal_
+    """.split()
+
+
+@rule([*_NAMES, *_IN_PLACE])
+def _elementwise(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    sharding, values, named = _aligned_all(func.__name__, args, kwargs)
+    return _marked(local_call(func, values, named), sharding)
+
+
+@rule(_RANDOM)
+def _random(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Masks of shards are drawn from the rank's own stream."""
+    x = first_sharded(args)
+    with shard_rng(x.sharding.group, x.device):
+        return _elementwise(func, args, kwargs)
+
+
+def _marked(result: Any, sharding: Sharding) -> Any:
+    """Mark `result`; `sharding.dim` is negative here, counted from the back."""
+    if isinstance(result, ShardedTensor) or not isinstance(result, Tensor):
+        return result
+    return mark(result, sharding.at(result.dim() + sharding.dim))
+
+
+def _aligned_all(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Sharding, tuple[Any, ...], dict[str, Any]]:
+    """Return the common sharding, its dim counted from the back, and matching arguments."""
+    x = first_sharded([*args, *kwargs.values()])
+    sharding = x.sharding.at(x.sharding.dim - x.dim())
+    values = tuple(aligned(name, value, sharding) for value in args)
+    named = {key: aligned(name, value, sharding) for key, value in kwargs.items()}
+    return sharding, values, named
+
+
+def aligned(name: str, value: Any, sharding: Sharding) -> Any:
+    """Return `value` as it may stand beside a shard whose `dim` counts from the back.
+
+    Raises:
+        ShardedOpError: If `value` is sharded otherwise.
+        ShapeError: If `value` is a plain tensor of neither the whole size nor size 1.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, ShardedTensor):
+        return _same_split(name, value, sharding)
+    if value.dim() < -sharding.dim or value.shape[sharding.dim] == 1:
+        return ops.copy(value, sharding.group) if value.requires_grad else value
+    if value.shape[sharding.dim] == sharding.ranges.size:
+        return ops.scatter(
+            value, sharding.dim, ranges=sharding.ranges, group=sharding.group
+        )
+    raise ShapeError(
+        f"{name}: a plain tensor of size {value.shape[sharding.dim]} in dim"
+        f" {sharding.dim} meets a tensor of {sharding.ranges.size} indices spread over"
+        f" {sharding.group.size} ranks. Expected the whole {sharding.ranges.size} or 1. If"
+        " it is this rank's shard, mark it with ShardedTensor.from_local(x, dim)."
+    )
+
+
+def _same_split(name: str, value: ShardedTensor, sharding: Sharding) -> ShardedTensor:
+    own = value.sharding
+    if own.at(own.dim - value.dim()) != sharding:
+        raise ShardedOpError(
+            f"{name}: its arguments are sharded differently: dim {own.dim} of"
+            f" {own.ranges.size} indices against dim {sharding.dim} (from the back) of"
+            f" {sharding.ranges.size}. Gather one with torchshard.distributed.gather(x)."
+        )
+    return value

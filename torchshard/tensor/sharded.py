@@ -1,0 +1,308 @@
+"""ShardedTensor: an activation that knows it is a shard.
+
+The mark is part of the tensor's type, so no operation can drop it unseen: an operation
+either has a rule, which says what it does to a sharded dim, or it raises. The rules live in
+the sibling modules, one per kind of operation, and are looked up by the operation's name,
+which `torch.f`, `Tensor.f` and `F.f` share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torchshard.distributed import ops
+from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
+from torchshard.errors import ShapeError, ShardedOpError
+from torchshard.layout import Ranges
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a tensor is spread: which dim, who holds what of it, over which ranks.
+
+    Attributes:
+        dim: The sharded dim, counted from the front.
+        ranges: Who holds which indices of the dim.
+        group: The ranks.
+    """
+
+    dim: int
+    ranges: Ranges
+    group: ShardGroup
+
+    @property
+    def length(self) -> int:
+        """Number of indices that this rank holds."""
+        return self.ranges.length(self.group.rank)
+
+    def at(self, dim: int) -> Sharding:
+        """Return the same split of another dim."""
+        return Sharding(dim, self.ranges, self.group)
+
+
+Rule: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[str, Rule] = {}
+
+
+def rule(names: Iterable[str]) -> Callable[[Rule], Rule]:
+    """Register a function as the rule of the operations of the given names."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+class ShardedTensor(torch.Tensor):
+    """This rank's shard of an activation, marked with where it belongs.
+
+    Column-parallel layers return it and row-parallel layers take it. It behaves as the whole
+    tensor would: `shape` and `size()` are those of the whole, elementwise functions keep
+    the mark, softmax, sum, mean, max, argmax, topk, norm and cross-entropy over the
+    sharded dim compute the result of the whole tensor, and views name whole sizes. What
+    would mix the sharded dim without a rule raises `ShardedOpError`.
+
+    Only the shard is stored. In a group of one, layers return plain tensors.
+
+    Attributes:
+        sharding: The sharded dim, who holds what of it, and the group.
+    """
+
+    sharding: Sharding
+
+    @staticmethod
+    def from_local(
+        x: Tensor,
+        dim: int = -1,
+        *,
+        ranges: Ranges | None = None,
+        group: GroupLike = None,
+    ) -> Tensor:
+        """Mark the plain tensor `x` as this rank's shard along `dim`.
+
+        Args:
+            x: This rank's part.
+            dim: The sharded dim.
+            ranges: Who holds what; by default the sizes are exchanged in one all-gather.
+            group: The ranks; None is the model group.
+
+        Returns:
+            The marked tensor; `x` itself in a group of one.
+
+        Raises:
+            ShapeError: If `x` does not have this rank's size of `ranges`.
+        """
+        group = resolve_group(group)
+        if group.size == 1:
+            return x
+        ranges = ranges or ops.exchanged_ranges(x, dim, group)
+        sharding = Sharding(dim % x.dim(), ranges, group)
+        if x.shape[dim] != sharding.length:
+            raise ShapeError(
+                f"x has size {x.shape[dim]} in dim {dim}; rank {group.rank} of"
+                f" {group.size} holds {sharding.length} of its {ranges.size} indices."
+            )
+        return mark(x, sharding)
+
+    def to_local(self) -> Tensor:
+        """Return the shard as a plain tensor. The caller now minds who holds what."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.view_as(self)
+
+    def gather(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the whole tensor, as `torchshard.distributed.gather(x)` does.
+
+        With arguments it is torch's own `gather(dim, index)`, along a dim that is whole.
+        """
+        if args or kwargs:
+            return super().gather(*args, **kwargs)
+        return whole(self)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = func.__name__
+        function = RULES.get(name)
+        if function is None:
+            raise _no_rule(name, args)
+        return function(func, args, kwargs or {})
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        sharding = self.sharding
+        return (
+            f"ShardedTensor({self.to_local()!r}, dim={sharding.dim},"
+            f" whole_size={sharding.ranges.size}, rank={sharding.group.rank},"
+            f" size={sharding.group.size})"
+        )
+
+
+def mark(x: Tensor, sharding: Sharding) -> Tensor:
+    """Return the plain local tensor `x` as a `ShardedTensor`; plain in a group of one."""
+    if sharding.group.size == 1:
+        return x
+    shard = x.as_subclass(ShardedTensor)
+    shard.sharding = sharding
+    return shard
+
+
+def whole(x: Tensor, grad: ops.GatherGrad = "whole") -> Tensor:
+    """Return the whole tensor that the shard `x` belongs to; a plain tensor as it is."""
+    if not isinstance(x, ShardedTensor):
+        return x
+    sharding = x.sharding
+    return ops.gather(
+        x.to_local(),
+        sharding.dim,
+        grad=grad,
+        ranges=sharding.ranges,
+        group=sharding.group,
+    )
+
+
+def local_call(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `func` on the shards themselves."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def first_sharded(args: Iterable[Any]) -> ShardedTensor:
+    """Return the first `ShardedTensor` among `args` and the sequences in it."""
+    for value in args:
+        if isinstance(value, ShardedTensor):
+            return value
+        if isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, ShardedTensor):
+                    return item
+    raise ShardedOpError("No sharded tensor was given by position; pass it so.")
+
+
+def whole_shape(x: Tensor) -> torch.Size:
+    """Return the shape of the whole tensor that `x`, shard or plain, belongs to."""
+    with torch._C.DisableTorchFunctionSubclass():
+        sizes = list(x.shape)
+    if isinstance(x, ShardedTensor):
+        sizes[x.sharding.dim] = x.sharding.ranges.size
+    return torch.Size(sizes)
+
+
+def mixes(name: str, sharding: Sharding, why: str = "") -> ShardedOpError:
+    """Return the error of an operation that would mix the sharded dim, with the remedy."""
+    reason = why or "would mix it"
+    return ShardedOpError(
+        f"{name}: dim {sharding.dim} of this tensor, {sharding.ranges.size} indices, is"
+        f" spread over {sharding.group.size} ranks, and {name} {reason}. Call"
+        " torchshard.distributed.gather(x) first for the whole tensor, or"
+        " x.to_local() to work on this rank's shard alone."
+    )
+
+
+def _no_rule(name: str, args: tuple[Any, ...]) -> ShardedOpError:
+    return mixes(name, first_sharded(args).sharding, "has no rule for sharded tensors")
+
+
+@rule(["__get__"])
+def _attribute(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`x.shape` is the whole's; `x.T` and its kin are views; other attributes the shard's."""
+    (x,) = cast(tuple[ShardedTensor], args)
+    if func == _getter("shape"):
+        return whole_shape(x)
+    if func in _TRANSPOSED:
+        return x.transpose(-2, -1)
+    result = local_call(func, args, kwargs)
+    if isinstance(result, Tensor) and func in _ALIKE:
+        return mark(result, x.sharding)
+    return result
+
+
+def _getter(name: str) -> Any:
+    """Return the function that `__torch_function__` is given for the attribute `name`."""
+    return getattr(torch.Tensor, name).__get__
+
+
+_TRANSPOSED = [_getter("mT"), _getter("T")]
+_ALIKE = [_getter("data"), _getter("grad")]
+
+
+@rule(["size"])
+def _size(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    shape = whole_shape(args[0])
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return shape if dim is None else shape[dim]
+
+
+@rule(["numel", "nelement"])
+def _numel(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    return whole_shape(args[0]).numel()
+
+
+_PLAIN = """
+    dim ndimension stride storage_offset is_contiguous is_floating_point is_complex
+    is_signed element_size data_ptr untyped_storage get_device __hash__ __set__ __delete__
+    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook is_pinned
+    _is_view __reduce_ex__ is_inference is_set_to has_names
+    """.split()
+
+
+@rule(_PLAIN)
+def _plain(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Facts about the storage, and hooks: those of the shard."""
+    return local_call(func, args, kwargs)
+
+
+@rule(["backward"])
+def _backward(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """`x.backward(grad)`, with the gradient of the whole tensor or of this shard."""
+    x, *rest = args
+    rest = [_own_part(value, x.sharding) for value in rest]
+    kwargs = {key: _own_part(value, x.sharding) for key, value in kwargs.items()}
+    local_call(func, (x, *rest), kwargs)
+
+
+def _own_part(value: Any, sharding: Sharding) -> Any:
+    if not isinstance(value, Tensor) or isinstance(value, ShardedTensor):
+        return value
+    if value.shape[sharding.dim] != sharding.ranges.size:
+        return value
+    return ops.scatter(
+        value, sharding.dim, ranges=sharding.ranges, group=sharding.group
+    )
+
+
+@rule(["gather"])
+def _gather(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """`torchshard.distributed.gather` un-shards; torch's own has no rule."""
+    x = args[0]
+    if func is not ops.gather:
+        raise mixes("gather", x.sharding, "has no rule for sharded tensors")
+    dim = args[1]
+    if dim not in (-1, x.sharding.dim, x.sharding.dim - x.dim()):
+        raise ShapeError(
+            f"dim={dim} is not the dim along which this tensor is sharded,"
+            f" {x.sharding.dim}. Leave it out, or pass {x.sharding.dim}."
+        )
+    return whole(x, kwargs.get("grad") or "whole")

@@ -1,0 +1,1 @@
+"""Tools to prove a sharded layer right: launch ranks, compare with the dense twin."""

@@ -1,0 +1,186 @@
+"""run_ranks: run a function on several gloo ranks of this machine, and fail as one.
+
+Ranks come from a fork server that has torch imported already, so that a pair starts in a
+fraction of a second where spawned processes would each import torch. They meet through a
+file, not a port: two runs cannot collide. A timeout kills them all and names each rank that
+had not finished.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchshard.distributed import groups
+from torchshard.errors import RankError
+
+_PRELOADED = ["torch", "torch.distributed.tensor", "torchshard.testing"]
+_GRACE_S = 3.0
+"""How long the other ranks may go on after one has failed, to fail with a word of their own."""
+
+
+def run_ranks(
+    body: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    group_size: int = -1,
+    timeout_s: float = 120.0,
+) -> list[Any]:
+    """Call `body(*args)` on `world_size` ranks and return what each returned.
+
+    Each rank has one thread, gloo and `torchshard.distributed.init_process_group` behind it.
+
+    Args:
+        body: A function at the top level of a module, so that it pickles by name.
+        world_size: Number of ranks.
+        *args: Arguments for `body`, pickled.
+        group_size: Ranks of one model group; -1 means all of them.
+        timeout_s: Seconds until the ranks are killed.
+
+    Returns:
+        The results, by rank. They are pickled on the way.
+
+    Raises:
+        RankError: If a rank raised, died or did not finish in time. The message holds the
+            traceback of the rank that failed first.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOADED, *_already_imported()])
+    with tempfile.TemporaryDirectory(prefix="torchshard-") as folder:
+        place = (str(Path(folder) / "rendezvous"), world_size, group_size, timeout_s)
+        pipes: list[Connection] = []
+        processes: list[BaseProcess] = []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(sender, rank, place, body, args), daemon=True
+            )
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            return _results(pipes, processes, body.__name__, timeout_s)
+        finally:
+            _kill(processes)
+
+
+def _already_imported() -> list[str]:
+    """Return what ranks import anyway because the main module is pytest."""
+    return [name for name in ("pytest", "hypothesis") if name in sys.modules]
+
+
+def _rank_main(
+    sender: Connection,
+    rank: int,
+    place: tuple[str, int, int, float],
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    path, world_size, group_size, timeout_s = place
+    torch.set_num_threads(1)
+    os.environ.setdefault(
+        "GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"
+    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=Path(path).as_uri(),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        groups.init_process_group(group_size)
+        sender.send((True, body(*args)))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
+    sender.close()
+    # A group whose peer is gone may not shut down cleanly; the kernel can.
+    os._exit(0)
+
+
+def _results(
+    pipes: list[Connection],
+    processes: list[BaseProcess],
+    name: str,
+    timeout_s: float,
+) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(results) + len(failures) < len(pipes):
+        waiting = [
+            pipe
+            for rank, pipe in enumerate(pipes)
+            if rank not in {**results, **failures}
+        ]
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = next(r for r, candidate in enumerate(pipes) if candidate is pipe)
+            ok, value = _received(pipes[rank], processes[rank])
+            (results if ok else failures)[rank] = value
+            if not ok:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    if len(results) == len(pipes):
+        return [results[rank] for rank in range(len(pipes))]
+    raise RankError(_report(name, timeout_s, len(pipes), results, failures))
+
+
+def _received(pipe: Connection, process: BaseProcess) -> tuple[bool, Any]:
+    try:
+        ok, value = pipe.recv()
+    except EOFError:
+        process.join(_GRACE_S)
+        return False, f"died with exit code {process.exitcode}"
+    return bool(ok), value
+
+
+def _report(
+    name: str,
+    timeout_s: float,
+    world_size: int,
+    results: dict[int, Any],
+    failures: dict[int, str],
+) -> str:
+    unfinished = [r for r in range(world_size) if r not in {**results, **failures}]
+    if not failures:
+        return (
+            f"{name}: rank {_listed(unfinished)} of {world_size} did not finish within"
+            f" {timeout_s:g} s and was killed. A rank that skips a collective leaves the"
+            " others waiting."
+        )
+    first = next(iter(failures))
+    others = [rank for rank in failures if rank != first]
+    lines = [f"{name}: rank {first} of {world_size} failed first."]
+    if others:
+        lines.append(f"Rank {_listed(others)} failed after it.")
+    if unfinished:
+        lines.append(f"Rank {_listed(unfinished)} was still waiting and was killed.")
+    return "\n".join([*lines, "", failures[first]])
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.join(0.0 if process.is_alive() else None)
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join()
