@@ -41,8 +41,9 @@ class ShardGroup:
         return _restored, (self.size, self.rank)
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, ShardGroup)
-        return same and self.process_group is other.process_group
+        if not isinstance(other, ShardGroup):
+            return NotImplemented
+        return self.process_group is other.process_group
 
     def __hash__(self) -> int:
         return hash(self.process_group)
