@@ -62,7 +62,7 @@ def check_files(
 def _all_states(root: Path, lock: Lock, templates_root: Path) -> Iterator[FileState]:
     for locked in lock.layers.values():
         rendered = render_layer(locked.layer, templates_root)
-        for path in sorted({*rendered, *locked.files}):
+        for path in {**rendered, **locked.files}:
             yield _state(root, locked, path, rendered.get(path))
 
 

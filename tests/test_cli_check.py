@@ -1,0 +1,190 @@
+"""`torchshard check`: drift between the files and the templates."""
+
+import json
+
+import pytest
+from cli_project import Project, working_in, write
+from click.testing import CliRunner
+from torchshard_cli.lock import read_lock
+from torchshard_cli.main import main
+from torchshard_cli.render import render_layer
+
+
+@pytest.fixture
+def project(tmp_path):
+    project = Project(tmp_path)
+    project.generate()
+    return project
+
+
+def test_files_as_generated_are_ok(project):
+    """Exit code 0, also with `--strict`."""
+    result = project.run("check", "--strict")
+    assert (result.exit_code, result.output) == (
+        0,
+        "ok        zoo/parallel_tiny.py\n"
+        "ok        tests/test_parallel_tiny.py\n"
+        "2 files as generated\n",
+    )
+
+
+def test_an_edit_is_allowed_unless_strict(project):
+    """Exit code 0, and 1 with `--strict`."""
+    write(project.module, project.module.read_text("utf-8") + "mine = 1\n")
+    result = project.run("check")
+    assert result.exit_code == 0
+    assert (
+        "edited    zoo/parallel_tiny.py         +1  (allowed; --strict fails on this)\n"
+        in result.output
+    )
+    assert result.output.endswith("1 edited\n")
+    assert project.run("check", "--strict").exit_code == 1
+
+
+def test_a_change_of_the_template_is_drift(project):
+    """Exit code 1, with what changed and the command that mends it."""
+    project.edit_template()
+    result = project.run("check")
+    assert result.exit_code == 1
+    assert (
+        "outdated  zoo/parallel_tiny.py         template changed: +3 -3  "
+        "run: torchshard new-layer ParallelTiny --into zoo\n"
+    ) in result.output
+    assert result.output.endswith("2 outdated\n")
+    project.generate()
+    assert project.run("check").exit_code == 0
+
+
+def test_a_change_of_a_shared_partial_is_drift(project):
+    """Though no file of the template itself changed."""
+    macros = project.templates / "_shared" / "macros.j2"
+    write(macros, macros.read_text("utf-8").replace("layer.", "module."))
+    assert project.run("check").exit_code == 1
+
+
+def test_an_edited_file_whose_template_changed_is_outdated(project):
+    """The command that is named shows the difference, and overwrites nothing."""
+    write(project.module, project.module.read_text("utf-8") + "mine = 1\n")
+    project.edit_template()
+    result = project.run("check")
+    assert result.exit_code == 1
+    assert (
+        "outdated  zoo/parallel_tiny.py         template changed: +3 -3, "
+        "edited since it was generated: +1  "
+        "run: torchshard new-layer ParallelTiny --into zoo --diff\n"
+    ) in result.output
+
+
+def test_a_deleted_file_is_missing(project):
+    """Exit code 1."""
+    project.test.unlink()
+    result = project.run("check")
+    assert result.exit_code == 1
+    assert (
+        "missing   tests/test_parallel_tiny.py  "
+        "run: torchshard new-layer ParallelTiny --into zoo\n"
+    ) in result.output
+    assert result.output.endswith("1 missing\n")
+
+
+def test_a_file_that_the_template_dropped_is_outdated(project):
+    """It is not passed over in silence."""
+    for path in project.template.rglob("test_*"):
+        path.unlink()
+    result = project.run("check")
+    assert result.exit_code == 1
+    assert (
+        "outdated  tests/test_parallel_tiny.py  the template no longer writes it\n"
+        in result.output
+    )
+
+
+def test_line_endings_are_no_drift(project):
+    """A checkout with CRLF is as generated."""
+    project.module.write_bytes(project.module.read_bytes().replace(b"\n", b"\r\n"))
+    assert project.run("check", "--strict").exit_code == 0
+
+
+def test_fix_writes_what_no_edit_is_lost_in(project):
+    """Missing and outdated files are written; an edited one is kept and still reported."""
+    write(project.module, project.module.read_text("utf-8") + "mine = 1\n")
+    project.edit_template()
+    project.test.unlink()
+    result = project.run("check", "--fix")
+    assert result.exit_code == 1
+    assert "ok        tests/test_parallel_tiny.py\n" in result.output
+    assert result.output.endswith("1 outdated\n")
+    assert project.module.read_text("utf-8").endswith("mine = 1\n")
+
+
+def test_paths_narrow_the_check(project):
+    """A path is taken from the working directory, which may be below the root."""
+    project.test.unlink()
+    assert project.run("check", "zoo/parallel_tiny.py").exit_code == 0
+    assert project.run("check", str(project.test)).exit_code == 1
+    with working_in(project.root / "zoo"):
+        result = CliRunner().invoke(
+            main, ["check", "parallel_tiny.py"], obj=project.templates
+        )
+    assert result.output == "ok        parallel_tiny.py\n1 file as generated\n"
+
+
+def test_a_path_that_was_not_generated_is_a_usage_error(project):
+    """Exit code 2."""
+    result = project.run("check", "zoo/__init__.py")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "Error: zoo/__init__.py is not in .torchshard/lock.json, "
+        "so it was not generated here\n",
+    )
+
+
+def test_without_a_lock_there_is_nothing_to_check(project):
+    """Exit code 2, with the command that makes one."""
+    project.lock.unlink()
+    result = project.run("check")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"Error: no .torchshard/lock.json in {project.root} or above; "
+        "`torchshard new-layer` writes one\n",
+    )
+
+
+def test_json_is_all_that_reaches_stdout(project):
+    """One object for each file."""
+    project.test.unlink()
+    result = project.run("check", "--json")
+    assert result.exit_code == 1
+    shown = json.loads(result.stdout)
+    assert shown["root"] == str(project.root)
+    assert shown["files"][1] == {
+        "path": "tests/test_parallel_tiny.py",
+        "state": "missing",
+        "layer": "zoo.ParallelTiny",
+        "note": "",
+        "remedy": "torchshard new-layer ParallelTiny --into zoo",
+    }
+
+
+def test_the_lock_renders_without_touching_the_disk(project):
+    """Every entry gives the bytes that are on disk; a changed template gives others."""
+    before = project.contents()
+    (locked,) = read_lock(project.root).layers.values()
+    rendered = render_layer(locked.layer, project.templates)
+    assert {path: text.encode() for path, text in rendered.items()} == {
+        path: before[path] for path in rendered
+    }
+    project.edit_template()
+    changed = render_layer(locked.layer, project.templates)
+    assert changed.keys() == rendered.keys()
+    assert all(changed[path] != rendered[path] for path in changed)
+    assert project.contents() == before
+
+
+def test_check_writes_nothing(project):
+    """Not even when all is drift."""
+    project.edit_template()
+    project.test.unlink()
+    before = project.contents()
+    project.run("check", "--strict", "--json")
+    assert project.contents() == before
