@@ -33,5 +33,5 @@ TORCH_NN_CLASSES = frozenset(
     TransformerEncoderLayer TripletMarginLoss TripletMarginWithDistanceLoss Unflatten
     Unfold UninitializedBuffer UninitializedParameter Upsample UpsamplingBilinear2d
     UpsamplingNearest2d ZeroPad1d ZeroPad2d ZeroPad3d
-    """.split()  # noqa: SIM905  # a list of them would be 168 lines
+    """.split()
 )
