@@ -328,10 +328,20 @@ class ParallelLayer(nn.Module, ABC):
         for name in self._specs:
             key = prefix + name
             if key in state_dict:
-                state_dict[key] = self._own_state(key, name, state_dict[key])
+                state_dict[key] = self.own_state(key, name, state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _own_state(self, key: str, name: str, value: Tensor) -> Tensor:
+    def own_state(self, key: str, name: str, value: Tensor) -> Tensor:
+        """Return this rank's part of `value`, whole or already local, for parameter `name`.
+
+        Args:
+            key: The tensor's key in its state dict, for the error.
+            name: The parameter's or buffer's dotted name in this layer.
+            value: A tensor of the whole shape or the local one, or a whole-shaped DTensor.
+
+        Raises:
+            StateError: If `value` has neither shape.
+        """
         own_shape, spec = self.tensor_of(name).shape, self._specs[name]
         value = _without_dtensor(value)
         if value.shape == own_shape:

@@ -1,0 +1,70 @@
+"""Shards as `torch.distributed.checkpoint` understands them.
+
+Parameters stay plain local tensors; only here do they become DTensors. Each carries the list
+of chunks that its rank holds, since balanced, packed and overlapping ranges are not the
+equal chunks that a DTensor placement alone describes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torchshard.distributed.groups import ShardGroup
+from torchshard.layout import Ranges, Shard
+from torchshard.state import sharded_entries
+
+
+def sharded_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """Return `model`'s state with each shard as a DTensor, for `torch.distributed.checkpoint`.
+
+    The DTensors share the parameters' memory: `dcp.load` into this dict loads the model in
+    place, from a checkpoint that any number of ranks wrote, a dense model's included.
+
+    Example:
+        Save with `dcp.save(sharded_state_dict(model), checkpoint_id=folder)` and load, on
+        any number of ranks, with `dcp.load(sharded_state_dict(model), checkpoint_id=folder)`.
+    """
+    state = model.state_dict(prefix=prefix)
+    meshes: dict[ShardGroup, DeviceMesh] = {}
+    for key, layer, name in sharded_entries(model, prefix):
+        group = layer.group
+        if group.size > 1:
+            mesh = meshes.setdefault(group, _mesh(group, state[key]))
+            dim = cast(Shard, layer.specs[name].layout).dim % state[key].dim()
+            ranges = cast(Ranges, layer.ranges_of(name))
+            state[key] = _as_dtensor(state[key], dim, ranges, group, mesh)
+    return state
+
+
+def _mesh(group: ShardGroup, tensor: Tensor) -> DeviceMesh:
+    return DeviceMesh.from_group(
+        cast(ProcessGroup, group.process_group), tensor.device.type
+    )
+
+
+def _as_dtensor(
+    shard: Tensor, dim: int, ranges: Ranges, group: ShardGroup, mesh: DeviceMesh
+) -> DTensor:
+    """Return `shard` as a DTensor whose chunks are this rank's ranges of `dim`."""
+    chunks, offsets, place = [], [], 0
+    for start, stop in ranges.per_rank[group.rank]:
+        chunks.append(shard.narrow(dim, place, stop - start))
+        offsets.append(tuple(start if d == dim else 0 for d in range(shard.dim())))
+        place += stop - start
+    shape = list(shard.shape)
+    shape[dim] = ranges.size
+    whole = shard.new_empty(shape, device="meta")
+    return DTensor.from_local(
+        LocalShardsWrapper(chunks, offsets),
+        mesh,
+        [ShardPlacement(dim)],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )

@@ -1,0 +1,424 @@
+"""check_layer: prove that a sharded layer equals its dense twin, on the ranks that run it.
+
+Everything is compared with dense torch in float64: output, input gradients, parameter
+gradients in full layout, a step, state both ways. Exactly, where values only move.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torchshard.distributed import collectives
+from torchshard.distributed.groups import model_group
+from torchshard.errors import CheckError
+from torchshard.layer import ParallelLayer
+from torchshard.state import collect_state_dict, gathered
+from torchshard.tensor import whole
+from torchshard.testing.case import Case, Feed
+
+TOLERANCE = 1e-10
+"""Largest difference between float64 results that are summed in different orders."""
+_BFLOAT16_TOLERANCE = 0.1
+"""bfloat16 keeps 8 bits; sums of the test layers' sizes differ by a few units of the last."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One check that passed: its name, and the worst difference that it met."""
+
+    name: str
+    difference: float
+
+
+def check_layer(case: Case, *, compiled: bool = False) -> list[Checked]:
+    """Check `case` on the model group of this process. Every rank calls it.
+
+    Args:
+        case: The layer, its dense twin and what to feed them.
+        compiled: Whether to check `torch.compile` as well, which takes seconds.
+
+    Returns:
+        The checks, in order. The first that fails raises.
+
+    Raises:
+        CheckError: If the layer differs from its twin; the text names the case, the rank,
+            the check, and the worst difference.
+    """
+    checks = [*_CHECKS, _compile] if compiled else _CHECKS
+    results = []
+    for check in checks:
+        name = check.__name__.removeprefix("_").replace("_", " ")
+        try:
+            results.append(Checked(name, check(case)))
+        except CheckError as error:
+            group = model_group()
+            place = f"rank {group.rank} of {group.size}"
+            raise CheckError(f"{case}, {place}, {name}: {error}") from None
+    return results
+
+
+def _initial_values(case: Case) -> float:
+    """The same seed gives the dense layer's values and leaves the same random stream."""
+    if case.dense is None:
+        return 0.0
+    torch.manual_seed(11)
+    dense = case.build_dense()
+    after = torch.get_rng_state()
+    torch.manual_seed(11)
+    layer = case.build()
+    if not torch.equal(after, torch.get_rng_state()):
+        raise CheckError(
+            "the random stream does not stand where the dense layer leaves it"
+        )
+    return _same_state(layer, dense, tolerance=0.0)
+
+
+def _whole_parameters_alike(case: Case) -> float:
+    """Parameters that are not sharded are equal on ranks with different seeds."""
+    group = model_group()
+    torch.manual_seed(100 + group.rank)
+    worst = 0.0
+    for key, tensor in _whole_tensors(case.build()):
+        first = collectives.broadcast(tensor.detach(), group)
+        worst = max(worst, _same(f"{key} against rank 0's", tensor, first, 0.0))
+    return worst
+
+
+def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for layer in _layers(model):
+        for name in layer.specs:
+            if layer.ranges_of(name) is None:
+                yield name, layer.tensor_of(name)
+
+
+def _state(case: Case) -> float:
+    """Whole state loads, collects and loads again; local state does too."""
+    layer, dense = _twins(case)
+    worst = _same_state(layer, dense, tolerance=0.0)
+    again = case.build().double()
+    again.load_state_dict(layer.state_dict())
+    worst = max(worst, _same_state(again, dense, tolerance=0.0))
+    dense.load_state_dict(collect_state_dict(layer))
+    return worst
+
+
+def _meta_device(case: Case) -> float:
+    """Built on the meta device and reset, the layer has the values of a usual one."""
+    if not any(True for _ in _layers(case.build())) or not _takes_device(case):
+        return 0.0
+    late = case.build(device="meta").to_empty(device="cpu")
+    torch.manual_seed(12)
+    cast(ParallelLayer, late).reset_parameters()
+    torch.manual_seed(12)
+    usual = case.build()
+    return _same_tensors(dict(late.state_dict()), dict(usual.state_dict()), 0.0)
+
+
+def _takes_device(case: Case) -> bool:
+    try:
+        case.build(device="cpu")
+    except TypeError:
+        return False
+    return True
+
+
+def _output_and_gradients(case: Case) -> float:
+    """Output, input gradients and every parameter gradient are the dense layer's."""
+    layer, dense = _twins(case)
+    return _trained_alike(case, layer, dense)
+
+
+def _trained_alike(case: Case, layer: nn.Module, dense: nn.Module) -> float:
+    feed, dense_feed = case.draw(torch.float64), case.draw(torch.float64)
+    before = [leaf.detach().clone() for leaf in feed.leaves]
+    output, dense_output = feed.into_sharded(layer), dense_feed.into(dense)
+    worst = _same_outputs(output, dense_output)
+    _backward(output)
+    _backward(dense_output)
+    worst = max(worst, _same_input_grads(feed, dense_feed))
+    for leaf, value in zip(feed.leaves, before, strict=True):
+        _same("the caller's input", leaf, value, 0.0)
+    return max(worst, _same_parameter_grads(layer, dense))
+
+
+def _backward(output: Any) -> None:
+    """Send a fixed random cotangent back through every output."""
+    tensors = [y for y in _outputs(output) if y.requires_grad]
+    if not tensors:
+        return
+    generator = torch.Generator().manual_seed(21)
+    grads = [
+        torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+        for y in tensors
+    ]
+    torch.autograd.backward(tensors, grads)
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    values = output if isinstance(output, tuple) else (output,)
+    return [whole(value) for value in values if isinstance(value, Tensor)]
+
+
+def _same_outputs(output: Any, dense_output: Any) -> float:
+    mine, theirs = _outputs(output), _outputs(dense_output)
+    if len(mine) != len(theirs):
+        raise CheckError(
+            f"it returns {len(mine)} tensors, the dense layer {len(theirs)}"
+        )
+    pairs = zip(mine, theirs, strict=True)
+    return max(
+        (
+            _same(f"output {i}", y, dense_y, TOLERANCE)
+            for i, (y, dense_y) in enumerate(pairs)
+        ),
+        default=0.0,
+    )
+
+
+def _same_input_grads(feed: Feed, dense_feed: Feed) -> float:
+    pairs = zip(feed.leaves, dense_feed.leaves, strict=True)
+    return max(
+        (
+            _same(f"gradient of input {i}", x.grad, dense_x.grad, TOLERANCE)
+            for i, (x, dense_x) in enumerate(pairs)
+        ),
+        default=0.0,
+    )
+
+
+def _same_parameter_grads(layer: nn.Module, dense: nn.Module) -> float:
+    expected = dict(dense.named_parameters())
+    worst = 0.0
+    for key, grad in _whole_grads(layer):
+        worst = max(
+            worst, _same(f"gradient of {key}", grad, expected[key].grad, TOLERANCE)
+        )
+    return worst
+
+
+def _whole_grads(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield each parameter's gradient in full layout. Collective, so alike on all ranks."""
+    for path, module in model.named_modules():
+        if isinstance(module, ParallelLayer):
+            for name in module.specs:
+                tensor = module.tensor_of(name)
+                if isinstance(tensor, nn.Parameter):
+                    key = f"{path}.{name}" if path else name
+                    yield key, _whole_grad(tensor, module, name)
+
+
+def _whole_grad(tensor: Tensor, layer: ParallelLayer, name: str) -> Tensor | None:
+    """Return the gradient, zeros where only some ranks have none."""
+    has_grad = torch.tensor(float(tensor.grad is not None))
+    if not collectives.all_reduce(has_grad, layer.group, "max"):
+        return None
+    grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+    return gathered(_dense_grad(grad), layer, name)
+
+
+def _dense_grad(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def _step(case: Case) -> float:
+    """Two steps of SGD leave the state of the dense layer."""
+    layer, dense = _twins(case)
+    worst = 0.0
+    for model, is_sharded in ((layer, True), (dense, False)):
+        parameters = list(model.parameters())
+        optimizer = torch.optim.SGD(parameters, lr=0.1) if parameters else None
+        for _ in range(2):
+            feed = case.draw(torch.float64)
+            output = feed.into_sharded(model) if is_sharded else feed.into(model)
+            model.zero_grad()
+            _backward(output)
+            if optimizer is not None:
+                optimizer.step()
+    return max(worst, _same_state(layer, dense, TOLERANCE))
+
+
+def _expanded_gradient(case: Case) -> float:
+    """A gradient of stride 0, as `output.sum().backward()` sends, gives the dense gradients."""
+    layer, dense = _twins(case)
+    feed, dense_feed = case.draw(torch.float64), case.draw(torch.float64)
+    for output in (feed.into_sharded(layer), dense_feed.into(dense)):
+        trained = [y.sum() for y in _outputs(output) if y.requires_grad]
+        if trained:
+            torch.autograd.backward(trained)
+    worst = _same_input_grads(feed, dense_feed)
+    return max(worst, _same_parameter_grads(layer, dense))
+
+
+def _frozen_parameters(case: Case) -> float:
+    """Frozen parameters get no gradient, and the inputs still get theirs."""
+    layer, dense = _twins(case)
+    layer.requires_grad_(False)
+    dense.requires_grad_(False)
+    worst = _trained_alike(case, layer, dense)
+    if any(parameter.grad is not None for parameter in layer.parameters()):
+        raise CheckError("a frozen parameter has a gradient")
+    return worst
+
+
+def _copies(case: Case) -> float:
+    """A deep copy and a pickled layer compute and train like the layer itself."""
+    layer, dense = _twins(case)
+    worst = _trained_alike(case, copy.deepcopy(layer), dense)
+    stream = io.BytesIO()
+    torch.save(layer, stream)
+    stream.seek(0)
+    _, dense = _twins(case)
+    pickled = torch.load(stream, weights_only=False)
+    return max(worst, _trained_alike(case, pickled, dense))
+
+
+def _autocast(case: Case) -> float:
+    """Under bfloat16 autocast the output has the dense layer's dtype and is close to it."""
+    layer, dense = _twins(case, torch.float32)
+    feed, dense_feed = case.draw(torch.float32), case.draw(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        mine = _outputs(feed.into_sharded(layer))
+        theirs = _outputs(dense_feed.into(dense))
+    worst = 0.0
+    for y, dense_y in zip(mine, theirs, strict=True):
+        if y.dtype != dense_y.dtype:
+            raise CheckError(
+                f"the output is {y.dtype}, the dense layer's {dense_y.dtype}"
+            )
+        worst = max(worst, _same("output", y, dense_y, _BFLOAT16_TOLERANCE))
+    return worst
+
+
+def _number_of_collectives(case: Case) -> float:
+    """Forward and backward take as many collectives as the case says."""
+    if case.collectives is None or model_group().size == 1:
+        return 0.0
+    layer, _ = _twins(case)
+    feed = case.draw(torch.float64)
+    with _counting() as forward:
+        output = feed.into_sharded(layer)
+    values = output if isinstance(output, tuple) else (output,)
+    local = [_local(y) for y in values if isinstance(y, Tensor) and y.requires_grad]
+    with _counting() as backward:
+        if local:
+            torch.autograd.backward(local, [torch.ones_like(y) for y in local])
+    counted = (forward.get_total_counts(), backward.get_total_counts())
+    expected = (case.collectives[0], case.collectives[1] + _scattered_inputs(case))
+    if counted != expected:
+        raise CheckError(
+            f"{counted[0]} collectives forward and {counted[1]} backward, expected"
+            f" {expected[0]} and {expected[1]}"
+        )
+    return 0.0
+
+
+def _counting() -> CommDebugMode:
+    return CommDebugMode()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _scattered_inputs(case: Case) -> int:
+    """Return how many all-gathers backward owes to the case's own scattering of inputs."""
+    values = [*case.inputs, *case.keywords.values()]
+    return sum(getattr(value, "shard", None) is not None for value in values)
+
+
+def _local(y: Tensor) -> Tensor:
+    from torchshard.tensor import ShardedTensor
+
+    return y.to_local() if isinstance(y, ShardedTensor) else y
+
+
+def _compile(case: Case) -> float:
+    """`torch.compile(fullgraph=True)` gives the output and gradients of the dense layer."""
+    layer, dense = _twins(case)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    feed, dense_feed = case.draw(torch.float64), case.draw(torch.float64)
+    output, dense_output = feed.into_sharded(compiled), dense_feed.into(dense)
+    worst = _same_outputs(output, dense_output)
+    _backward(output)
+    _backward(dense_output)
+    worst = max(worst, _same_input_grads(feed, dense_feed))
+    return max(worst, _same_parameter_grads(layer, dense))
+
+
+_CHECKS: list[Callable[[Case], float]] = [
+    _initial_values,
+    _whole_parameters_alike,
+    _state,
+    _meta_device,
+    _output_and_gradients,
+    _step,
+    _expanded_gradient,
+    _frozen_parameters,
+    _copies,
+    _autocast,
+    _number_of_collectives,
+]
+
+
+def _twins(
+    case: Case, dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, nn.Module]:
+    """Return the sharded layer and its dense twin with the same weights."""
+    torch.manual_seed(13)
+    dense = case.build_dense().to(dtype)
+    torch.manual_seed(14)
+    layer = case.build().to(dtype)
+    layer.load_state_dict(dense.state_dict())
+    return layer, dense
+
+
+def _layers(model: nn.Module) -> Iterator[ParallelLayer]:
+    return (module for module in model.modules() if isinstance(module, ParallelLayer))
+
+
+def _same_state(layer: nn.Module, dense: nn.Module, tolerance: float) -> float:
+    return _same_tensors(collect_state_dict(layer), dict(dense.state_dict()), tolerance)
+
+
+def _same_tensors(
+    mine: dict[str, Any], theirs: dict[str, Any], tolerance: float
+) -> float:
+    if mine.keys() != theirs.keys():
+        raise CheckError(
+            f"its state has the keys {sorted(mine)}, the dense layer's {sorted(theirs)}"
+        )
+    return max(
+        (_same(key, value, theirs[key], tolerance) for key, value in mine.items()),
+        default=0.0,
+    )
+
+
+def _same(
+    what: str, mine: Tensor | None, theirs: Tensor | None, tolerance: float
+) -> float:
+    """Return the largest difference of the two, or raise where it is above `tolerance`."""
+    if mine is None or theirs is None:
+        if mine is not theirs:
+            missing = "the sharded layer" if mine is None else "the dense layer"
+            raise CheckError(f"{what} is missing on {missing}")
+        return 0.0
+    mine, theirs = _dense_grad(mine.detach()), _dense_grad(theirs.detach())
+    if mine.shape != theirs.shape:
+        raise CheckError(
+            f"{what} has shape {tuple(mine.shape)}, the dense layer's"
+            f" {tuple(theirs.shape)}"
+        )
+    both_nan = mine.isnan() & theirs.isnan()
+    gap = torch.where(both_nan | (mine == theirs), 0.0, (mine - theirs).abs().double())
+    worst = gap.max().item() if gap.numel() else 0.0
+    if not worst <= tolerance:
+        place = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
+        raise CheckError(
+            f"{what} differs by {worst:.3g} at {place}, where the dense layer has"
+            f" {theirs[place].item():.6g}; allowed is {tolerance:g}"
+        )
+    return worst
