@@ -22,6 +22,7 @@ from torchshard.initializer import (
 from torchshard.layer import ParallelLayer, ParameterSpec
 from torchshard.layout import (
     Axis,
+    Layout,
     Partial,
     Segment,
     Shard,
@@ -38,6 +39,7 @@ __all__ = [
     "Constant",
     "Given",
     "Initializer",
+    "Layout",
     "Normal",
     "ParallelLayer",
     "ParameterSpec",

@@ -5,6 +5,7 @@
 """
 
 from torchshard.distributed.groups import (
+    GroupLike,
     ShardGroup,
     destroy_process_group,
     get_data_parallel_group,
@@ -33,6 +34,7 @@ from torchshard.distributed.ops import (
 )
 
 __all__ = [
+    "GroupLike",
     "ShardGroup",
     "all_gather",
     "all_to_all",
