@@ -29,8 +29,8 @@ _HEADER = re.compile(
 
 
 def text_hash(text: str) -> str:
-    """Hash of `text`, the same under every line ending."""
-    return hashlib.sha256(text.replace("\r\n", "\n").encode()).hexdigest()
+    """Hash of `text`, whose lines end as Python reads them, in a newline alone."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)

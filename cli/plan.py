@@ -12,7 +12,7 @@ from typing import Literal
 from .errors import UsageError
 from .header import read_header
 from .layer import Layer
-from .lock import LOCK_PATH, Lock, LockedLayer, read_lock
+from .lock import Lock, LockedLayer, read_lock
 from .package_init import add_export
 from .render import render_layer
 from .target import inside
@@ -143,7 +143,6 @@ def make_plan(root: Path, layer: Layer, templates_root: Path) -> Plan:
     lock = read_lock(root)
     template = load_template(templates_root, layer.template)
     layer = replace(layer, options=template.complete(layer.options))
-    inside(root, LOCK_PATH)
     texts = render_layer(layer, templates_root)
     entries = [_entry(root, layer, lock, path, texts[path]) for path in texts]
     if "." in layer.import_path:

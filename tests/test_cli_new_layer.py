@@ -1,5 +1,6 @@
 """`torchshard new-layer`: what is written, where, and what happens to what is there."""
 
+import base64
 import json
 import os
 import pty
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 
 import pytest
 from cli_project import Project, contents, write, write_template
@@ -149,6 +151,28 @@ def test_a_second_run_changes_nothing(project):
         "nothing to write\n"
     )
     assert before == {path: path.stat().st_mtime_ns for path in project.root.rglob("*")}
+
+
+def test_a_lost_lock_comes_back(project):
+    """Files that are as generated are recorded again, so that `check` knows them."""
+    project.generate()
+    before = project.contents()
+    project.lock.unlink()
+    project.generate()
+    assert project.contents() == before
+
+
+def test_a_lock_packed_by_another_zlib_is_left_alone(project):
+    """The same text, compressed otherwise, is no reason to write the lock."""
+    project.generate()
+    fields = json.loads(project.lock.read_text("utf-8"))
+    for file in fields["layers"]["zoo.ParallelTiny"]["files"].values():
+        text = zlib.decompress(base64.b85decode(file["base"]))
+        file["base"] = base64.b85encode(zlib.compress(text, 0)).decode()
+    before = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+    write(project.lock, before)
+    project.generate()
+    assert project.lock.read_text("utf-8") == before
 
 
 def test_a_dry_run_writes_nothing(project):
@@ -300,6 +324,23 @@ def test_a_recorded_layer_keeps_its_answers(project):
     assert "by columns" in text
     assert "width = 10\n" in text
     assert not project.module.exists()
+
+
+def test_another_template_starts_from_its_own_defaults(project):
+    """Answers given to one template mean nothing to the next."""
+    write_template(project.templates, "other", width=20)
+    project.generate("-t", "tiny", "--set", "width=9")
+    project.generate("-t", "other")
+    assert "width = 21\n" in project.module.read_text("utf-8")
+
+
+def test_a_recorded_test_stays_where_it_is(project):
+    """Though the project has a folder `tests` by now."""
+    project.test.parent.rmdir()
+    project.generate()
+    project.test.parent.mkdir()
+    project.generate()
+    assert not project.test.exists()
 
 
 def test_a_recorded_layer_does_not_move(project):
@@ -477,6 +518,13 @@ class TestOnATerminal:
         result = edited.run("new-layer", "ParallelTiny", text=answer)
         assert result.exit_code == 0
         assert "mine" not in edited.module.read_text("utf-8")
+
+    def test_a_dry_run_asks_nothing(self, edited):
+        """It shows the conflict and ends with exit code 0."""
+        result = edited.run("new-layer", "ParallelTiny", "--dry-run", text="y\n")
+        assert result.exit_code == 0
+        assert "[y]es" not in result.output
+        assert "  conflict   zoo/parallel_tiny.py  " in result.output
 
     def test_quit_writes_nothing(self, edited):
         """Exit code 1, also if another file had been answered with yes."""

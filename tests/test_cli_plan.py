@@ -31,6 +31,15 @@ CASES = {
         "# MIT\n\n__version__ = 1\n",
         "# MIT\n\nfrom .middle import Middle\n\n__version__ = 1\n",
     ),
+    "licence right above code": (
+        "# MIT\n__version__ = 1\n",
+        "# MIT\nfrom .middle import Middle\n\n__version__ = 1\n",
+    ),
+    "comment of the first": (
+        '"""Doc."""\n\n# about nano\nfrom .nano import Nano\n',
+        '"""Doc."""\n\nfrom .middle import Middle\n# about nano\n'
+        "from .nano import Nano\n",
+    ),
     "docstring and code": (
         '"""Doc."""\n\n__version__ = 1\n',
         '"""Doc."""\n\nfrom .middle import Middle\n\n__version__ = 1\n',

@@ -278,6 +278,12 @@ def test_a_path_that_could_escape_is_refused(project, name):
     )
 
 
+def test_a_template_brings_no_code_of_its_own(project):
+    """The one extension that it gets is ours, whatever it lists."""
+    write_template(project.templates, _extensions=["nowhere.Extension"])
+    project.generate()
+
+
 def test_two_files_for_one_path_are_refused(project):
     """What would overwrite what is not left to chance."""
     write(project.template / "{{cookiecutter._out}}/zoo/parallel_tiny.py", "x = 1\n")
