@@ -172,6 +172,8 @@ def _placed(source: _Source, run: list[Import], module: str, line: str) -> Edit:
         at = source.line_after(before[-1])
     elif relative:
         at = source.above(relative[0])
+        if at < source.start(relative[0]):  # isort wants a gap above a comment
+            line += "\n"
     elif run:
         at = source.line_after(run[-1])
         line = "\n" + line

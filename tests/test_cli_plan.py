@@ -37,7 +37,7 @@ CASES = {
     ),
     "comment of the first": (
         '"""Doc."""\n\n# about nano\nfrom .nano import Nano\n',
-        '"""Doc."""\n\nfrom .middle import Middle\n# about nano\n'
+        '"""Doc."""\n\nfrom .middle import Middle\n\n# about nano\n'
         "from .nano import Nano\n",
     ),
     "docstring and code": (
