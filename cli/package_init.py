@@ -129,8 +129,10 @@ def _import_edits(source: _Source, module: str, name: str) -> list[Edit]:
         return []
     if same:
         return [_merged(source, same[-1], name)]
-    line = f"from .{module} import {name}\n"
-    return [_placed(source, _import_run(body), module, line)]
+    run = _import_run(body)
+    exported = f"{name} as {name}" if _repeats_names(run) else name
+    line = f"from .{module} import {exported}\n"
+    return [_placed(source, run, module, line)]
 
 
 def _merged(source: _Source, node: ast.ImportFrom, name: str) -> Edit:
@@ -158,6 +160,12 @@ def _import_run(body: Sequence[ast.stmt]) -> list[Import]:
             runs.append([])
     relative = [run for run in runs if any(_level(node) for node in run)]
     return (relative or runs)[0]
+
+
+def _repeats_names(run: Sequence[Import]) -> bool:
+    """Whether the file exports in the form `import X as X`, as mypy likes it."""
+    names = [alias for node in run if _level(node) for alias in node.names]
+    return bool(names) and all(alias.asname == alias.name for alias in names)
 
 
 def _level(node: Import) -> int:

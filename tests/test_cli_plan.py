@@ -59,6 +59,10 @@ CASES = {
         "from .middle import Middle\n\n# about nano\n"
         "from .nano import Nano\n\nx = 1\n",
     ),
+    "repeated names": (
+        "from .nano import Nano as Nano\n",
+        "from .middle import Middle as Middle\nfrom .nano import Nano as Nano\n",
+    ),
     "numbers in order": (
         "from .m2 import B\nfrom .m10 import A\n",
         "from .m2 import B\nfrom .m10 import A\nfrom .middle import Middle\n",
