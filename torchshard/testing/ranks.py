@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -58,6 +59,9 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED, *_already_imported()])
+    # Plain pickle: multiprocessing's own would share the memory of tensors, and a rank's
+    # memory goes with it.
+    call = pickle.dumps((body, args))
     with tempfile.TemporaryDirectory(prefix="torchshard-") as folder:
         place = (str(Path(folder) / "rendezvous"), world_size, group_size, timeout_s)
         pipes: list[Connection] = []
@@ -65,7 +69,7 @@ def run_ranks(
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(sender, rank, place, body, args), daemon=True
+                target=_rank_main, args=(sender, rank, place, call), daemon=True
             )
             process.start()
             sender.close()
@@ -86,8 +90,7 @@ def _rank_main(
     sender: Connection,
     rank: int,
     place: tuple[str, int, int, float],
-    body: Callable[..., Any],
-    args: tuple[Any, ...],
+    call: bytes,
 ) -> None:
     path, world_size, group_size, timeout_s = place
     torch.set_num_threads(1)
@@ -103,9 +106,10 @@ def _rank_main(
             timeout=timedelta(seconds=timeout_s),
         )
         groups.init_process_group(group_size)
-        sender.send((True, body(*args)))
+        body, args = pickle.loads(call)
+        sender.send_bytes(pickle.dumps((True, body(*args))))
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
     sender.close()
     # A group whose peer is gone may not shut down cleanly; the kernel can.
     os._exit(0)
@@ -142,7 +146,7 @@ def _results(
 
 def _received(pipe: Connection, process: BaseProcess) -> tuple[bool, Any]:
     try:
-        ok, value = pipe.recv()
+        ok, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(_GRACE_S)
         return False, f"died with exit code {process.exitcode}"
