@@ -45,10 +45,19 @@ class Axis:
         num_units: How many units there are.
         partition: Maps `(num_units, size, rank)` to the rank's half-open range. Ranges of
             different ranks may overlap; together they must cover all units.
+
+    Raises:
+        LayoutError: If `num_units` is negative.
     """
 
     num_units: int
     partition: Partition = balanced
+
+    def __post_init__(self) -> None:
+        if self.num_units < 0:
+            raise LayoutError(
+                f"num_units={self.num_units} is negative. Expected 0 or more units."
+            )
 
     def range(self, size: int, rank: int) -> tuple[int, int]:
         """Return the half-open range of units of `rank` out of `size`."""
@@ -89,10 +98,21 @@ def covering(axis: Axis, ratio: int) -> Axis:
 
 @dataclass(frozen=True)
 class Segment:
-    """One block of a dim: `unit` consecutive elements for each unit of the named axis."""
+    """One block of a dim: `unit` consecutive elements for each unit of the named axis.
+
+    Raises:
+        LayoutError: If `unit` is less than 1.
+    """
 
     axis: str
     unit: int = 1
+
+    def __post_init__(self) -> None:
+        if self.unit < 1:
+            raise LayoutError(
+                f"unit={self.unit} in Segment({self.axis!r}) is less than 1. Expected the"
+                " number of elements that each unit of the axis has."
+            )
 
 
 def as_segments(segments: Segments) -> tuple[Segment, ...]:
@@ -190,7 +210,8 @@ def ranges_of(segments: Segments, axes: Mapping[str, Axis], size: int) -> Ranges
     """Return who holds what of the dim that `segments` describe, over `size` ranks.
 
     Raises:
-        LayoutError: If a segment names an axis that is not in `axes`.
+        LayoutError: If a segment names an axis that is not in `axes`, or if the partition
+            of its axis leaves a unit to no rank.
     """
     full = as_segments(segments)
     for segment in full:
@@ -199,9 +220,26 @@ def ranges_of(segments: Segments, axes: Mapping[str, Axis], size: int) -> Ranges
                 f"Segment({segment.axis!r}) names an axis that is not declared."
                 f" Expected one of {sorted(axes)}."
             )
+        _expect_cover(segment.axis, axes[segment.axis], size)
     total = sum(axes[segment.axis].num_units * segment.unit for segment in full)
     per_rank = tuple(_own_ranges(full, axes, size, rank) for rank in range(size))
     return Ranges(total, per_rank)
+
+
+def _expect_cover(name: str, axis: Axis, size: int) -> None:
+    """Check that every unit has a rank: a gap would be read as an overlap elsewhere."""
+    ranges = [axis.range(size, rank) for rank in range(size)]
+    reached = 0
+    for start, stop in sorted(ranges):
+        if start < stop and start <= reached:
+            reached = max(reached, stop)
+    inside = all(0 <= start <= stop <= axis.num_units for start, stop in ranges)
+    if reached != axis.num_units or not inside:
+        raise LayoutError(
+            f"The partition of axis {name!r} gives {ranges} to {size} ranks. Expected"
+            f" ranges inside 0..{axis.num_units} that together hold all"
+            f" {axis.num_units} units."
+        )
 
 
 def _own_ranges(
