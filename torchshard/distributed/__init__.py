@@ -32,6 +32,7 @@ from torchshard.distributed.ops import (
     scatter,
     total,
 )
+from torchshard.distributed.random import shard_rng
 
 __all__ = [
     "GroupLike",
@@ -57,5 +58,6 @@ __all__ = [
     "reduce_scatter",
     "resolve_group",
     "scatter",
+    "shard_rng",
     "total",
 ]

@@ -74,9 +74,12 @@ def all_gather(x: Tensor, dim: int, ranges: Ranges, group: ShardGroup) -> Tensor
     if group.size == 1 and ranges.is_contiguous:
         return x
     dim %= x.dim()
-    shards = stack(_padded(x, dim, max(ranges.lengths)), group)
+    lengths = ranges.lengths
+    shards = stack(_padded(x, dim, max(lengths)), group)
     if ranges.is_contiguous:
-        trimmed = [shards[r].narrow(dim, 0, n) for r, n in enumerate(ranges.lengths)]
+        if dim == 0 and min(lengths) == max(lengths):
+            return shards.flatten(0, 1)
+        trimmed = [shards[r].narrow(dim, 0, n) for r, n in enumerate(lengths)]
         return torch.cat(trimmed, dim)
     whole = x.new_empty(_with_size(x, dim, ranges.size))
     for rank, bounds in enumerate(ranges.per_rank):
@@ -89,13 +92,22 @@ def reduce_scatter(x: Tensor, dim: int, ranges: Ranges, group: ShardGroup) -> Te
     if group.size == 1:
         return own_shard(x, dim, ranges, group)
     dim %= x.dim()
-    longest = max(ranges.lengths)
-    shards = [_padded(take(x, dim, part), dim, longest) for part in ranges.per_rank]
-    rows = torch.stack(shards)
+    rows = _rows_by_rank(x, dim, ranges)
     result = rows.new_empty(rows[0].numel())
     _reduce_scatter_single(result, rows.flatten(), group=group.process_group)
     length = ranges.length(group.rank)
     return result.reshape(rows.shape[1:]).narrow(dim, 0, length).contiguous()
+
+
+def _rows_by_rank(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """Return each rank's part of `x`, padded to the longest, along a new first dim."""
+    lengths = ranges.lengths
+    if dim == 0 and ranges.is_contiguous and min(lengths) == max(lengths):
+        return x.reshape(len(lengths), lengths[0], *x.shape[1:])
+    shards = [
+        _padded(take(x, dim, part), dim, max(lengths)) for part in ranges.per_rank
+    ]
+    return torch.stack(shards)
 
 
 def all_to_all(
@@ -153,6 +165,19 @@ def _put(
         length = stop - start
         whole.narrow(dim, start, length).copy_(shard.narrow(dim, offset, length))
         offset += length
+
+
+def kept_mask(
+    ranges: Ranges, group: ShardGroup, num_dims: int, dim: int, device: torch.device
+) -> Tensor:
+    """Return which indices of this rank's shard `all_gather` keeps, shaped to multiply it."""
+    keeper = torch.empty(ranges.size, dtype=torch.int64, device=device)
+    for rank, bounds in enumerate(ranges.per_rank):
+        for start, stop in bounds:
+            keeper[start:stop] = rank
+    shape = [1] * num_dims
+    shape[dim] = -1
+    return (own_shard(keeper, 0, ranges, group) == group.rank).reshape(shape)
 
 
 def sum_into_whole(x: Tensor, dim: int, ranges: Ranges, group: ShardGroup) -> Tensor:

@@ -27,9 +27,18 @@ class ShardGroup:
         process_group: The torch.distributed group, or None for a group of one.
         size: Number of ranks in the group.
         rank: Rank of this process in the group, never in the world.
+
+    Raises:
+        GroupError: If this process is not a member, or if it is no group at all.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        if not isinstance(process_group, dist.ProcessGroup | None):
+            raise GroupError(
+                f"group={process_group!r} is not a process group that this rank is in."
+                " Expected a ShardGroup, a torch.distributed group with this rank among its"
+                " members (mesh.get_group(dim) of a DeviceMesh), or None."
+            )
         self.process_group = process_group
         self.size = 1 if process_group is None else process_group.size()
         self.rank = 0 if process_group is None else process_group.rank()

@@ -23,7 +23,9 @@ everywhere; a group of one returns its argument. Double backward works through a
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,19 @@ from torchshard.errors import LayoutError, ShapeError
 from torchshard.layout import Ranges, balanced_ranges, ranges_of_lengths
 
 GatherGrad: TypeAlias = Literal["whole", "shards", "batch"]
+_Op = TypeVar("_Op", bound=Callable[..., Tensor])
+
+
+def _for_plain(op: _Op) -> _Op:
+    """Let a tensor that knows its own sharding answer to `op` itself."""
+
+    @wraps(op)
+    def checked(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if has_torch_function_unary(x):
+            return handle_torch_function(checked, (x,), x, *args, **kwargs)
+        return op(x, *args, **kwargs)
+
+    return cast(_Op, checked)
 
 
 class _Copy(torch.autograd.Function):
@@ -56,6 +71,9 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # As it is: autograd may keep a view for itself and add to it, not a shared tensor.
+        if not torch.is_grad_enabled():
+            return grad, None
         return _Copy.apply(grad, ctx.group), None
 
 
@@ -84,7 +102,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Scatter.apply(grad, *ctx.place), None, None, None
+        return _kept(_Scatter.apply(grad, *ctx.place), *ctx.place), None, None, None
 
 
 class _SumShards(torch.autograd.Function):
@@ -112,7 +130,8 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ReduceScatter.apply(grad, *ctx.place), None, None, None
+        own = _ReduceScatter.apply(grad, *ctx.place)
+        return _kept(own, *ctx.place), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -125,7 +144,18 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.place[1].overlaps:
+            whole = _SumShards.apply(grad, *ctx.place)
+            return _Copy.apply(whole, ctx.place[2]), None, None, None
         return _AllGather.apply(grad, *ctx.place), None, None, None
+
+
+def _kept(grad: Tensor, dim: int, ranges: Ranges, group: ShardGroup) -> Tensor:
+    """Return the shard's gradient of a gather: where ranges overlap, only one holder's."""
+    if not ranges.overlaps:
+        return grad
+    mask = collectives.kept_mask(ranges, group, grad.dim(), dim, grad.device)
+    return grad * mask
 
 
 class _AllToAll(torch.autograd.Function):
@@ -174,6 +204,7 @@ class _ScaleGrad(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
+@_for_plain
 def copy(x: Tensor, group: GroupLike = None) -> Tensor:
     """Hand a whole tensor to sharded compute: its gradient is summed over the ranks.
 
@@ -183,12 +214,14 @@ def copy(x: Tensor, group: GroupLike = None) -> Tensor:
     return x if group.size == 1 else cast(Tensor, _Copy.apply(x, group))
 
 
+@_for_plain
 def reduce(x: Tensor, group: GroupLike = None) -> Tensor:
     """Return the sum of the ranks' partials `x`, whole. `x` is left alone."""
     group = resolve_group(group)
     return x if group.size == 1 else cast(Tensor, _Reduce.apply(x, group))
 
 
+@_for_plain
 def reduce_(x: Tensor, group: GroupLike = None) -> Tensor:
     """Sum `x` over the ranks in place, without autograd, and return it.
 
@@ -203,12 +236,15 @@ def reduce_(x: Tensor, group: GroupLike = None) -> Tensor:
         )
     if group.size == 1:
         return x
-    if x.is_contiguous():
-        dist.all_reduce(x, group=group.process_group)
-        return x
-    return x.copy_(collectives.all_reduce(x, group))
+    if not x.is_contiguous():
+        return x.copy_(collectives.all_reduce(x, group))
+    dist.all_reduce(x, group=group.process_group)
+    # The collective does not say that it wrote (torch 2.13): a graph that saved `x` must know.
+    torch.autograd.graph.increment_version(x)
+    return x
 
 
+@_for_plain
 def total(x: Tensor, group: GroupLike = None) -> Tensor:
     """Return the sum of the partials `x` for sharded compute: all-reduce both ways.
 
@@ -218,6 +254,7 @@ def total(x: Tensor, group: GroupLike = None) -> Tensor:
     return copy(reduce(x, group), group)
 
 
+@_for_plain
 def scatter(
     x: Tensor, dim: int = -1, *, ranges: Ranges | None = None, group: GroupLike = None
 ) -> Tensor:
@@ -231,14 +268,10 @@ def scatter(
 
     Raises:
         ShapeError: If `ranges` describes a dim of another size.
+        LayoutError: If `ranges` are of another group.
     """
     group = resolve_group(group)
-    ranges = ranges or balanced_ranges(x.shape[dim], group.size)
-    if ranges.size != x.shape[dim]:
-        raise ShapeError(
-            f"x has size {x.shape[dim]} in dim {dim}; the split is of {ranges.size}"
-            " indices. Pass the whole tensor."
-        )
+    ranges = _split_of_whole(x, dim, ranges, group)
     if group.size == 1 and ranges.is_contiguous:
         return x
     return cast(Tensor, _Scatter.apply(x, dim % x.dim(), ranges, group))
@@ -276,7 +309,8 @@ def gather(
         group: The ranks; None is the model group.
 
     Raises:
-        LayoutError: If `grad` is another word.
+        LayoutError: If `grad` is another word, or `ranges` are of another group.
+        ShapeError: If `x` does not have this rank's size of `ranges`.
     """
     if has_torch_function_unary(x):
         return handle_torch_function(gather, (x,), x, dim, grad=grad, group=group)
@@ -289,7 +323,7 @@ def gather(
     if grad == "batch":
         return enter_model_parallel(x, dim, group=group)
     group = resolve_group(group)
-    ranges = ranges or exchanged_ranges(x, dim, group)
+    ranges = _split_of_shards(x, dim, ranges, group)
     if group.size == 1 and ranges.is_contiguous:
         return x
     function = _Gather if grad == "whole" else _AllGather
@@ -311,17 +345,58 @@ def all_gather(
     return gather(x, dim, grad="shards", ranges=ranges, group=group)
 
 
+def _split_of_whole(
+    x: Tensor, dim: int, ranges: Ranges | None, group: ShardGroup
+) -> Ranges:
+    """Return who gets what of `dim` of the whole `x`: `ranges`, or balanced."""
+    if ranges is None:
+        return balanced_ranges(x.shape[dim], group.size)
+    _expect_ranks(ranges, group)
+    if ranges.size != x.shape[dim]:
+        raise ShapeError(
+            f"x has size {x.shape[dim]} in dim {dim}; the split is of {ranges.size}"
+            " indices. Pass the whole tensor."
+        )
+    return ranges
+
+
+def _split_of_shards(
+    x: Tensor, dim: int, ranges: Ranges | None, group: ShardGroup
+) -> Ranges:
+    """Return who holds what of the dim of which `x` is a shard: `ranges`, or as they say."""
+    if ranges is None:
+        return exchanged_ranges(x, dim, group)
+    _expect_ranks(ranges, group)
+    if ranges.length(group.rank) != x.shape[dim]:
+        raise ShapeError(
+            f"x has size {x.shape[dim]} in dim {dim}; rank {group.rank} holds"
+            f" {ranges.length(group.rank)} of the {ranges.size} indices that are split."
+            " Pass this rank's shard."
+        )
+    return ranges
+
+
+def _expect_ranks(ranges: Ranges, group: ShardGroup) -> None:
+    if len(ranges.per_rank) != group.size:
+        raise LayoutError(
+            f"ranges split a dim over {len(ranges.per_rank)} ranks; the group has"
+            f" {group.size}. Make them for the group that holds the shards."
+        )
+
+
+@_for_plain
 def reduce_scatter(
     x: Tensor, dim: int = -1, *, ranges: Ranges | None = None, group: GroupLike = None
 ) -> Tensor:
     """Return this rank's shard along `dim` of the sum of the ranks' partials `x`."""
     group = resolve_group(group)
-    ranges = ranges or balanced_ranges(x.shape[dim], group.size)
+    ranges = _split_of_whole(x, dim, ranges, group)
     if group.size == 1 and ranges.is_contiguous:
         return x
     return cast(Tensor, _ReduceScatter.apply(x, dim % x.dim(), ranges, group))
 
 
+@_for_plain
 def all_to_all(
     x: Tensor,
     split_dim: int,
@@ -340,17 +415,32 @@ def all_to_all(
         split_ranges: Who gets what of `split_dim`; balanced by default.
         join_ranges: Who holds what of `join_dim`; by default the sizes are exchanged.
         group: The ranks; None is the model group.
+
+    Raises:
+        LayoutError: If the dims are the same, or if ranges overlap or are of another group.
+        ShapeError: If `x` does not have the sizes of the ranges.
     """
     group = resolve_group(group)
     if group.size == 1:
         return x
-    split_ranges = split_ranges or balanced_ranges(x.shape[split_dim], group.size)
-    join_ranges = join_ranges or exchanged_ranges(x, join_dim, group)
+    if x.dim() and split_dim % x.dim() == join_dim % x.dim():
+        raise LayoutError(
+            f"split_dim={split_dim} and join_dim={join_dim} are the same dim. Expected two:"
+            " the one that becomes sharded and the one that becomes whole."
+        )
+    split_ranges = _split_of_whole(x, split_dim, split_ranges, group)
+    join_ranges = _split_of_shards(x, join_dim, join_ranges, group)
+    if split_ranges.overlaps or join_ranges.overlaps:
+        raise LayoutError(
+            "all_to_all was given ranges that overlap; each index needs one holder. Use"
+            " all_gather and scatter."
+        )
     split_dim, join_dim = split_dim % x.dim(), join_dim % x.dim()
     args = (split_dim, split_ranges, join_dim, join_ranges, group)
     return cast(Tensor, _AllToAll.apply(x, *args))
 
 
+@_for_plain
 def sum_over_holders(
     x: Tensor, dim: int, ranges: Ranges, group: GroupLike = None
 ) -> Tensor:
@@ -364,6 +454,7 @@ def sum_over_holders(
     return cast(Tensor, _SumOverHolders.apply(x, dim % x.dim(), ranges, group))
 
 
+@_for_plain
 def enter_model_parallel(x: Tensor, dim: int = 0, *, group: GroupLike = None) -> Tensor:
     """Pool the batches of the group's ranks: every rank gets all samples, in rank order.
 
@@ -383,6 +474,7 @@ def enter_model_parallel(x: Tensor, dim: int = 0, *, group: GroupLike = None) ->
     return gather(scaled, dim, grad="whole", ranges=ranges, group=group)
 
 
+@_for_plain
 def leave_model_parallel(
     x: Tensor, dim: int = 0, *, ranges: Ranges | None = None, group: GroupLike = None
 ) -> Tensor:
@@ -400,5 +492,5 @@ def leave_model_parallel(
     group = resolve_group(group)
     if group.size == 1:
         return x
-    own = scatter(x, dim, ranges=ranges, group=group)
-    return cast(Tensor, _ScaleGrad.apply(own, 1.0 / group.size))
+    scaled = cast(Tensor, _ScaleGrad.apply(x, 1.0 / group.size))
+    return scatter(scaled, dim, ranges=ranges, group=group)

@@ -28,7 +28,7 @@ def shard_rng(group: ShardGroup, device: torch.device) -> Iterator[None]:
     if group.size == 1 or torch.compiler.is_compiling():
         yield
         return
-    seed = int(torch.randint(2**62, ()).item())
+    seed = int(torch.randint(2**62, (), device="cpu").item())
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=devices, device_type=_fork_type(device)):
         torch.manual_seed((seed + group.rank * _SEED_STRIDE) % 2**63)
