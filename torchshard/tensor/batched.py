@@ -56,13 +56,15 @@ def _matmul(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Multiply matrices whose batch dims hold the sharded one."""
+    args = (*args, *kwargs.values())
     x = first_sharded(args)
     sharding = x.sharding.at(x.sharding.dim - x.dim())
     if sharding.dim >= -2:
         raise mixes("matmul", x.sharding, _REMEDY)
     values = tuple(aligned("matmul", arg, sharding) for arg in args)
-    result = local_call(func, values, kwargs)
-    return mark(result, sharding.at(result.dim() + sharding.dim))
+    result = local_call(func, values, {})
+    place = sharding.dim + sum(value.dim() == 1 for value in values)
+    return mark(result, sharding.at(result.dim() + place))
 
 
 _POOLS = {

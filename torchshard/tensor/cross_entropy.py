@@ -70,7 +70,8 @@ def parallel_cross_entropy(
     Raises:
         ShapeError: If the shapes do not fit.
         TargetError: If a target is neither a class nor `ignore_index`.
-        LayoutError: If `reduction` or `label_smoothing` is out of its range.
+        LayoutError: If `reduction` or `label_smoothing` is out of its range, or if `weight`
+            requires grad.
         ShardedOpError: If another dim than the class dim is sharded, if it is packed, or if
             the targets are probabilities.
     """
@@ -128,6 +129,11 @@ def _check(
             f"weight has shape {tuple(weight.shape)}; expected one weight for each of the"
             f" {sharding.ranges.size} classes, whole on every rank."
         )
+    if weight is not None and weight.requires_grad:
+        raise LayoutError(
+            "weight requires grad, and cross-entropy has no gradient for it. Pass"
+            " weight.detach()."
+        )
     if options.reduction not in ("none", "mean", "sum"):
         raise LayoutError(
             f"reduction={options.reduction!r} is unknown. Expected none, mean or sum."
@@ -145,7 +151,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, options: _Options
     ) -> Tensor:
         class_dim = options.sharding.dim
-        columns = target.unsqueeze(class_dim)
+        columns = target.long().unsqueeze(class_dim)
         packet = _exchanged(x, columns, weight, options)
         live = columns != options.ignore_index
         row_weight = _row_weight(columns, live, weight, packet.log_sum)
@@ -205,7 +211,7 @@ def _exchanged(
     if options.label_smoothing:
         shares = _weight_sums(weight, x, ranges.lengths)
         shares = shares.reshape(-1, *[1] * highest.dim())
-        lifted = torch.where(shares > 0, shares * (base - all_highest), 0)
+        lifted = torch.where(shares != 0, shares * (base - all_highest), 0)
         smooth = shares.sum() * log_sum + (lifted - packets[:, 3]).sum(0)
     return _Packet(base, log_sum, packets[:, 2].sum(0), smooth)
 

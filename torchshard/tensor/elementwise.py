@@ -9,7 +9,7 @@ mark was lost, and nobody can tell what it holds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torchshard.distributed import ops
@@ -18,9 +18,11 @@ from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
+    expect_first,
     first_sharded,
     local_call,
     mark,
+    mixes,
     rule,
 )
 
@@ -34,30 +36,54 @@ _NAMES = """
     float_power rsub maximum minimum fmax fmin atan2 hypot lerp addcmul addcdiv where
     masked_fill eq ne lt le gt ge logical_and logical_or logical_not logical_xor isclose
     bitwise_and bitwise_or bitwise_xor bitwise_not
-    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__
-    __truediv__ __rtruediv__ __rdiv__ __itruediv__ __floordiv__ __rfloordiv__ __mod__
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
+    __truediv__ __rtruediv__ __rdiv__ __floordiv__ __rfloordiv__ __mod__
     __pow__ __rpow__ __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
     __and__ __or__ __xor__ __invert__
-    to float double half bfloat16 type type_as int long bool cpu cuda clone contiguous detach
-    detach_ zeros_like ones_like empty_like full_like fill_ zero_ alias view_as_real
+    float double half bfloat16 type int long bool cpu cuda clone contiguous detach
+    zeros_like ones_like empty_like full_like alias
     """.split()
 _IN_PLACE = """
     abs_ neg_ exp_ log_ sqrt_ rsqrt_ square_ reciprocal_ sin_ cos_ tanh_ sigmoid_ clamp_
     clamp_min_ clamp_max_ clip_ relu_ relu6_ leaky_relu_ elu_ selu_ celu_ hardtanh_
     hardswish_ threshold_ add_ sub_ mul_ div_ pow_ floor_ ceil_ round_ nan_to_num_
-    masked_fill_ lerp_ addcmul_ addcdiv_ copy_
+    masked_fill_ lerp_ addcmul_ addcdiv_ copy_ fill_ zero_ detach_
+    __iadd__ __isub__ __imul__ __itruediv__
     """.split()
 _RANDOM = """
     dropout alpha_dropout rrelu rand_like randn_like bernoulli bernoulli_ uniform_ normal_
     """.split()
 
 
-@rule([*_NAMES, *_IN_PLACE])
+@rule(_NAMES)
 def _elementwise(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    if func.__name__ == "where" and len(args) + len(kwargs) == 1:
+        raise mixes("where", args[0].sharding, "of a condition alone has no rule")
     sharding, values, named = _aligned_all(func.__name__, args, kwargs)
     return _marked(local_call(func, values, named), sharding)
+
+
+@rule(_IN_PLACE)
+def _in_place(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Write into the shard; a plain tensor cannot take the values of a shard."""
+    expect_first(func.__name__, args[0], [*args, *kwargs.values()])
+    return _elementwise(func, args, kwargs)
+
+
+@rule(["to", "type_as"])
+def _to(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Convert; a tensor given as the example is read for its dtype and device only."""
+    result = cast(Tensor, local_call(func, args, kwargs))
+    x = args[0]
+    if not isinstance(x, ShardedTensor):
+        return result
+    return result if isinstance(result, ShardedTensor) else mark(result, x.sharding)
 
 
 @rule(_RANDOM)
@@ -65,7 +91,10 @@ def _random(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Masks of shards are drawn from the rank's own stream."""
-    x = first_sharded(args)
+    x = args[0]
+    expect_first(func.__name__, x, [*args, *kwargs.values()])
+    if not kwargs.get("training", True):
+        return _elementwise(func, args, kwargs)
     with shard_rng(x.sharding.group, x.device):
         return _elementwise(func, args, kwargs)
 

@@ -3,68 +3,95 @@
 Over dims that are whole they are local and keep the mark. Over the sharded dim each combines
 local statistics in the fewest collectives: sums are partials that are reduced, softmax
 shares its maximum and its denominator, and top-k gathers k candidates a rank, never the tensor.
+Half precision is summed in float32 and rounded once, as torch does on one device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torchshard.distributed import collectives, ops
-from torchshard.layout import ranges_of_lengths
+from torchshard.layout import Ranges, ranges_of_lengths
 from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
+    expect_first,
     local_call,
     mark,
     mixes,
     rule,
+    whole_shape,
+    wrapped_dim,
 )
 
 
 def _reduced_dims(x: ShardedTensor, dim: Any) -> list[int]:
-    if dim is None:
+    if dim is None or (not isinstance(dim, int) and not len(dim)):
         return list(range(x.dim()))
     dims = [dim] if isinstance(dim, int) else list(dim)
-    return [value % x.dim() for value in dims]
-
-
-def _remaining(sharding: Sharding, dims: list[int], keepdim: bool) -> Sharding:
-    gone = 0 if keepdim else sum(dim < sharding.dim for dim in dims)
-    return sharding.at(sharding.dim - gone)
+    return [wrapped_dim(x, value) for value in dims]
 
 
 def _arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *names: str
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *names: str,
 ) -> tuple[ShardedTensor, dict[str, Any]]:
-    """Return the tensor and the arguments by name; `axis` and `input` are torch's aliases."""
-    named = dict(zip(names, args[1:], strict=False)) | kwargs
-    if "axis" in named:
-        named["dim"] = named.pop("axis")
-    return args[0], named
+    """Return the shard that is reduced, and the other arguments by name."""
+    expect_first(func.__name__, args[0], [*args, *kwargs.values()])
+    return args[0], dict(zip(names, args[1:], strict=False)) | kwargs
+
+
+def _mixes_sharded(name: str, x: ShardedTensor, dims: list[int]) -> bool:
+    """Return whether `dims` hold the sharded one, and check that each index counts once."""
+    if x.sharding.dim in dims and x.sharding.ranges.overlaps:
+        raise mixes(
+            name, x.sharding, "would count indices that several ranks hold twice"
+        )
+    return x.sharding.dim in dims
+
+
+def _marked(result: Tensor, x: ShardedTensor, dims: list[int], keepdim: bool) -> Tensor:
+    """Mark what is left of `x` after `dims`, none of them sharded, were reduced."""
+    gone = 0 if keepdim else sum(dim < x.sharding.dim for dim in dims)
+    return mark(result, x.sharding.at(x.sharding.dim - gone))
+
+
+def _squeezed(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    return x if keepdim else x.squeeze(tuple(dims))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to sum in: float32 for half precision."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _torch_dtype(func: Callable[..., Any], x: ShardedTensor, *args: Any) -> torch.dtype:
+    """Return the dtype of torch's own result, which autocast may choose."""
+    example = local_call(func, (x.to_local().new_empty(1), *args), {})
+    return cast(torch.dtype, example.dtype)
 
 
 @rule(["sum", "mean"])
 def _sum(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    x, named = _arguments(args, kwargs, "dim", "keepdim")
+    x, named = _arguments(func, args, kwargs, "dim", "keepdim")
     dims = _reduced_dims(x, named.get("dim"))
     keepdim = named.get("keepdim", False)
-    if x.sharding.dim not in dims:
-        result = local_call(func, args, kwargs)
-        return mark(result, _remaining(x.sharding, dims, keepdim))
-    dtype = named.get("dtype")
-    partial = local_call(torch.sum, (x, dims, keepdim), {"dtype": dtype})
+    if not _mixes_sharded(func.__name__, x, dims):
+        return _marked(local_call(func, args, kwargs), x, dims, keepdim)
+    dtype = named.get("dtype") or _torch_dtype(func, x)
+    partial = local_call(torch.sum, (x, dims, keepdim), {"dtype": _wide(dtype)})
     result = ops.reduce(partial, x.sharding.group)
-    if func.__name__ == "sum":
-        return result
-    count = 1
-    for dim in dims:
-        count *= x.size(dim)
-    return result / count
+    if func.__name__ == "mean":
+        result = result / math.prod(x.shape[dim] for dim in dims)
+    return result.to(dtype)
 
 
 @rule(["norm", "vector_norm", "linalg_vector_norm"])
@@ -73,143 +100,217 @@ def _norm(
 ) -> Tensor:
     """The p-norm: (sum |x|^p)^(1/p), or the largest |x| for p = inf."""
     first = "p" if func.__name__ == "norm" else "ord"
-    x, named = _arguments(args, kwargs, first, "dim", "keepdim")
-    order = named.get(first, 2)
+    x, named = _arguments(func, args, kwargs, first, "dim", "keepdim")
     dims, keepdim = _reduced_dims(x, named.get("dim")), named.get("keepdim", False)
-    if x.sharding.dim not in dims:
-        result = local_call(func, args, kwargs)
-        return mark(result, _remaining(x.sharding, dims, keepdim))
-    if order in (None, "fro"):
-        order = 2
-    if not isinstance(order, int | float) or order in (0, float("-inf")):
+    if not _mixes_sharded("norm", x, dims):
+        return _marked(local_call(func, args, kwargs), x, dims, keepdim)
+    order = named.get(first, 2)
+    order = 2 if order in (None, "fro") else order
+    if not isinstance(order, int | float) or order < 1:
         raise mixes("norm", x.sharding, f"of order {order!r} has no rule")
-    magnitudes = x.to_local().abs()
+    dtype = named.get("dtype") or _torch_dtype(func, x)
+    magnitudes = x.to_local().to(_wide(dtype)).abs()
     if order == float("inf"):
-        return _whole_amax(mark(magnitudes, x.sharding), dims, keepdim)
-    powers = magnitudes.pow(order).sum(dims, keepdim)
-    return ops.reduce(powers, x.sharding.group).pow(1 / order)
+        largest = _whole_extreme(mark(magnitudes, x.sharding), dims, True)
+        return _squeezed(largest, dims, keepdim).to(dtype)
+    powers = ops.reduce(magnitudes.pow(order).sum(dims, True), x.sharding.group)
+    return _squeezed(_root(powers, order), dims, keepdim).to(dtype)
+
+
+def _root(powers: Tensor, order: float) -> Tensor:
+    """Return `powers ** (1 / order)`, whose gradient at 0 is 0, as that of torch's norms."""
+    nothing = powers == 0
+    return torch.where(nothing, 0, torch.where(nothing, 1, powers).pow(1 / order))
 
 
 @rule(["amax", "amin"])
 def _amax(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    x, named = _arguments(args, kwargs, "dim", "keepdim")
+    x, named = _arguments(func, args, kwargs, "dim", "keepdim")
     dims, keepdim = _reduced_dims(x, named.get("dim")), named.get("keepdim", False)
-    if x.sharding.dim not in dims:
-        result = local_call(func, args, kwargs)
-        return mark(result, _remaining(x.sharding, dims, keepdim))
-    if func.__name__ == "amin":
-        return -_whole_amax(-x, dims, keepdim)
-    return _whole_amax(x, dims, keepdim)
+    if not _mixes_sharded(func.__name__, x, dims):
+        return _marked(local_call(func, args, kwargs), x, dims, keepdim)
+    if 0 in [whole_shape(x)[dim] for dim in dims]:
+        return cast(Tensor, local_call(func, args, kwargs))  # torch's own error
+    best = _whole_extreme(x, dims, func.__name__ == "amax")
+    return _squeezed(best, dims, keepdim)
 
 
-def _whole_amax(x: Any, dims: list[int], keepdim: bool) -> Tensor:
-    """Return the maximum over `dims`; ties share the gradient evenly, as in torch.amax."""
-    local = x.to_local()
-    best = _max_over_ranks(local, dims, x.sharding)
-    if not local.requires_grad:
-        return best if keepdim else _squeezed(best, dims)
-    ties = (local == best).to(local.dtype)
-    count = collectives.all_reduce(ties.sum(dims, keepdim=True), x.sharding.group)
-    finite = torch.where(ties.bool(), local, 0)
-    share = (finite * ties / count).sum(dims, keepdim=True)
-    result = ops.reduce(share, x.sharding.group)
-    return result if keepdim else _squeezed(result, dims)
+class _Picked(torch.autograd.Function):
+    """The extreme that the ranks agreed on; its gradient goes to who holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, best: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(share)
+        return best.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * ctx.saved_tensors[0], None, None
 
 
-def _squeezed(x: Tensor, dims: list[int]) -> Tensor:
-    return x.squeeze(tuple(dims))
+def _whole_extreme(x: Tensor, dims: list[int], largest: bool) -> Tensor:
+    """Return the extreme over `dims`, kept; ties share the gradient evenly, as in torch.
+
+    The ranks' extremes are gathered and not reduced: a reduction may lose a nan.
+    """
+    sharding = cast(ShardedTensor, x).sharding
+    local = cast(ShardedTensor, x).to_local()
+    own = _own_extreme(local.detach(), dims, sharding, largest)
+    rows = collectives.stack(own, sharding.group)
+    best = rows.amax(0) if largest else rows.amin(0)
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return best
+    ties = (local == best) | (local.isnan() & best.isnan())
+    count = collectives.all_reduce(ties.sum(dims, keepdim=True), sharding.group)
+    share = ties.to(local.dtype) / count
+    return cast(Tensor, _Picked.apply(local, best, share))  # type: ignore[no-untyped-call] # torch's
 
 
-def _max_over_ranks(local: Tensor, dims: list[int], sharding: Sharding) -> Tensor:
-    """Return the whole's maximum over `dims`, kept, without gradient; any shard may be empty."""
-    local = local.detach()
-    lowest = _lowest(local.dtype)
-    if local.shape[sharding.dim] == 0:
-        shape = [1 if dim in dims else n for dim, n in enumerate(local.shape)]
-        best = local.new_full(shape, lowest)
-    else:
-        best = local.amax(dims, keepdim=True)
-    return collectives.all_reduce(best, sharding.group, "max")
+def _own_extreme(
+    local: Tensor, dims: list[int], sharding: Sharding, largest: bool
+) -> Tensor:
+    """Return the shard's extreme over `dims`, kept; of an empty shard the neutral value."""
+    if local.shape[sharding.dim]:
+        return (local.amax if largest else local.amin)(dims, keepdim=True)
+    shape = [1 if dim in dims else size for dim, size in enumerate(local.shape)]
+    return local.new_full(shape, _neutral(local.dtype, largest))
 
 
-def _lowest(dtype: torch.dtype) -> float:
-    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+def _neutral(dtype: torch.dtype, largest: bool) -> float:
+    if dtype.is_floating_point:
+        return float("-inf") if largest else float("inf")
+    if dtype == torch.bool:
+        return not largest
+    limits = torch.iinfo(dtype)
+    return limits.min if largest else limits.max
 
 
-@rule(["softmax", "log_softmax", "_softmax", "_log_softmax"])
+def _highest(local: Tensor, dims: list[int], sharding: Sharding) -> Tensor:
+    """Return the whole's maximum over `dims`, kept, to shift by: any nan shows in the sum."""
+    own = _own_extreme(local.detach(), dims, sharding, True)
+    return collectives.all_reduce(own, sharding.group, "max")
+
+
+class _Softmax(torch.autograd.Function):
+    """p = exp(x - max) / sum; dx = p (dp - total of p dp)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:
+        ctx.sharding = sharding
+        shifted, denominator = _exponentials(x, sharding)
+        result = shifted.exp_().div_(denominator)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (result,) = ctx.saved_tensors
+        partial = (grad * result).sum(ctx.sharding.dim, keepdim=True)
+        return result * (grad - ops.total(partial, ctx.sharding.group)), None
+
+
+class _LogSoftmax(torch.autograd.Function):
+    """y = x - max - log sum; dx = dy - exp(y) total of dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:
+        ctx.sharding = sharding
+        shifted, denominator = _exponentials(x, sharding)
+        result = shifted.sub_(denominator.log())
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (result,) = ctx.saved_tensors
+        partial = grad.sum(ctx.sharding.dim, keepdim=True)
+        return grad - result.exp() * ops.total(partial, ctx.sharding.group), None
+
+
+def _exponentials(x: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
+    """Return `x - max` of this shard and the whole's sum of its exponentials."""
+    shifted = x - _highest(x, [sharding.dim], sharding)
+    partial = shifted.exp().sum(sharding.dim, keepdim=True)
+    return shifted, collectives.all_reduce(partial, sharding.group)
+
+
+@rule(["softmax", "log_softmax"])
 def _softmax(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Over the sharded dim: one all-reduce of the maximum, one of the denominator."""
-    x = args[0]
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if dim is None:
-        raise mixes(func.__name__, x.sharding, "needs an explicit dim")
-    if dim % x.dim() != x.sharding.dim:
+    name = func.__name__
+    x, named = _arguments(func, args, kwargs, "dim")
+    if named.get("dim") is None:
+        raise mixes(name, x.sharding, "needs an explicit dim")
+    dim = wrapped_dim(x, named["dim"])
+    if not _mixes_sharded(name, x, [dim]):
         return mark(local_call(func, args, kwargs), x.sharding)
-    dtype = kwargs.get("dtype") or next(
-        (value for value in args[2:] if isinstance(value, torch.dtype)), None
-    )
-    local = x.to_local() if dtype is None else x.to_local().to(dtype)
-    shifted, denominator = _exponentials(local, x.sharding)
-    if "log" in func.__name__:
-        return mark(shifted - denominator.log(), x.sharding)
-    return mark(shifted.exp() / denominator, x.sharding)
-
-
-def _exponentials(local: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
-    """Return `x - max` of this shard and the whole's sum of its exponentials."""
-    shifted = local - _max_over_ranks(local, [sharding.dim], sharding)
-    partial = shifted.exp().sum(sharding.dim, keepdim=True)
-    return shifted, ops.total(partial, sharding.group)
+    given = [named.get("dtype"), *args[2:]]
+    dtypes = [value for value in given if isinstance(value, torch.dtype)]
+    dtype = dtypes[0] if dtypes else _torch_dtype(func, x, 0)
+    function = _LogSoftmax if "log" in name else _Softmax
+    local = x.to_local().to(_wide(dtype))
+    result = function.apply(local, x.sharding)  # type: ignore[no-untyped-call] # torch's
+    return mark(result.to(dtype), x.sharding)
 
 
 @rule(["logsumexp"])
 def _logsumexp(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    x, named = _arguments(args, kwargs, "dim", "keepdim")
+    x, named = _arguments(func, args, kwargs, "dim", "keepdim")
     dims, keepdim = _reduced_dims(x, named.get("dim")), named.get("keepdim", False)
-    if x.sharding.dim not in dims:
-        result = local_call(func, args, kwargs)
-        return mark(result, _remaining(x.sharding, dims, keepdim))
-    local = x.to_local()
-    best = _max_over_ranks(local, dims, x.sharding)
-    partial = (local - best).exp().sum(dims, keepdim=True)
-    result = ops.reduce(partial, x.sharding.group).log() + best
-    return result if keepdim else _squeezed(result, dims)
+    if not _mixes_sharded("logsumexp", x, dims):
+        return _marked(local_call(func, args, kwargs), x, dims, keepdim)
+    dtype = _torch_dtype(func, x, 0)
+    local = x.to_local().to(_wide(dtype))
+    highest = _highest(local, dims, x.sharding)
+    base = torch.where(highest.isinf(), 0, highest)
+    partial = (local - base).exp().sum(dims, keepdim=True)
+    result = ops.reduce(partial, x.sharding.group).log() + base
+    return _squeezed(result, dims, keepdim).to(dtype)
 
 
 @rule(["topk"])
 def _topk(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    x, named = _arguments(args, kwargs, "k", "dim", "largest", "sorted")
-    dim = named.get("dim", -1) % x.dim()
-    if dim != x.sharding.dim:
+    x, named = _arguments(func, args, kwargs, "k", "dim", "largest", "sorted")
+    dim = wrapped_dim(x, named.get("dim", -1))
+    if not _mixes_sharded("topk", x, [dim]):
         result = local_call(func, args, kwargs)
         return type(result)([mark(part, x.sharding) for part in result])
     return _whole_topk(x, named["k"], named.get("largest", True))
 
 
 def _whole_topk(x: ShardedTensor, k: int, largest: bool) -> Any:
-    """Return torch's (values, indices): every rank offers its k best, and all choose.
-
-    The candidates stand in the order of their whole indices, so that ties fall as they do on
-    the whole tensor wherever torch itself prefers the earlier index.
-    """
+    """Return torch's (values, indices): every rank offers its k best, and all choose."""
     sharding, local = x.sharding, x.to_local()
     dim, group = sharding.dim, sharding.group
     num_best = [min(k, length) for length in sharding.ranges.lengths]
     values, places = local.topk(num_best[group.rank], dim, largest)
-    indices = _whole_indices(places, sharding)
     candidates = ranges_of_lengths(num_best)
-    all_values = ops.gather(values, dim, ranges=candidates, group=group)
-    all_indices = ops.gather(indices, dim, ranges=candidates, group=group)
+    all_values, all_indices = _candidates(values, places, candidates, sharding)
     best, order = all_values.topk(k, dim, largest)
     return torch.return_types.topk((best, all_indices.gather(dim, order)))
+
+
+def _candidates(
+    values: Tensor, places: Tensor, candidates: Ranges, sharding: Sharding
+) -> tuple[Tensor, Tensor]:
+    """Return every rank's best values and their whole indices.
+
+    They stand in the order of the ranks and so, unless the dim is packed, of the indices.
+    """
+    dim, group = sharding.dim, sharding.group
+    indices = _whole_indices(places, sharding)
+    return (
+        ops.gather(values, dim, ranges=candidates, group=group),
+        ops.gather(indices, dim, ranges=candidates, group=group),
+    )
 
 
 def _whole_indices(places: Tensor, sharding: Sharding) -> Tensor:
@@ -225,13 +326,13 @@ def _whole_indices(places: Tensor, sharding: Sharding) -> Tensor:
 def _argmax(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    x, named = _arguments(args, kwargs, "dim", "keepdim")
+    x, named = _arguments(func, args, kwargs, "dim", "keepdim")
     dim, keepdim = named.get("dim"), named.get("keepdim", False)
     if dim is None:
         raise mixes(func.__name__, x.sharding, "needs an explicit dim")
-    if dim % x.dim() != x.sharding.dim:
-        result = local_call(func, args, kwargs)
-        return mark(result, _remaining(x.sharding, [dim % x.dim()], keepdim))
+    dim = wrapped_dim(x, dim)
+    if not _mixes_sharded(func.__name__, x, [dim]):
+        return _marked(local_call(func, args, kwargs), x, [dim], keepdim)
     indices = _extreme(x, func.__name__ == "argmax")[1]
     return indices if keepdim else indices.squeeze(dim)
 
@@ -240,19 +341,19 @@ def _argmax(
 def _max(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    x, named = _arguments(args, kwargs, "dim", "keepdim")
-    dim, keepdim = named.get("dim"), named.get("keepdim", False)
     largest = func.__name__ == "max"
+    other = args[1] if len(args) > 1 else kwargs.get("other")
+    if isinstance(other, Tensor):
+        return (torch.maximum if largest else torch.minimum)(args[0], other)
+    x, named = _arguments(func, args, kwargs, "dim", "keepdim")
+    dim, keepdim = named.get("dim"), named.get("keepdim", False)
     if dim is None:
-        sign = 1 if largest else -1
-        return sign * _whole_amax(sign * x, _reduced_dims(x, None), False)
-    if isinstance(dim, Tensor):
-        raise mixes(func.__name__, x.sharding, "of two tensors is maximum or minimum")
+        return (torch.amax if largest else torch.amin)(x)
+    dim = wrapped_dim(x, dim)
     return_type = getattr(torch.return_types, func.__name__)
-    if dim % x.dim() != x.sharding.dim:
+    if not _mixes_sharded(func.__name__, x, [dim]):
         result = local_call(func, args, kwargs)
-        sharding = _remaining(x.sharding, [dim % x.dim()], keepdim)
-        return return_type([mark(part, sharding) for part in result])
+        return return_type([_marked(part, x, [dim], keepdim) for part in result])
     pair = _extreme(x, largest)
     return return_type([part if keepdim else part.squeeze(dim) for part in pair])
 
@@ -260,16 +361,17 @@ def _max(
 def _extreme(x: ShardedTensor, largest: bool) -> tuple[Tensor, Tensor]:
     """Return the largest (smallest) values along the sharded dim and their first indices."""
     sharding = x.sharding
-    dim, group = sharding.dim, sharding.group
+    dim = sharding.dim
     num_best = [min(1, length) for length in sharding.ranges.lengths]
     local = x.to_local()
-    if num_best[group.rank]:
+    if sharding.length or not sharding.ranges.size:
         values, places = (local.max if largest else local.min)(dim, keepdim=True)
     else:
         values, places = local, local.long()
     candidates = ranges_of_lengths(num_best)
-    indices = _whole_indices(places, sharding)
-    all_values = ops.gather(values, dim, ranges=candidates, group=group)
-    all_indices = ops.gather(indices, dim, ranges=candidates, group=group)
-    best, order = (all_values.max if largest else all_values.min)(dim, keepdim=True)
-    return best, all_indices.gather(dim, order)
+    all_values, all_indices = _candidates(values, places, candidates, sharding)
+    best = (all_values.amax if largest else all_values.amin)(dim, keepdim=True)
+    holds_best = (all_values == best) | (all_values.isnan() & best.isnan())
+    rivals = torch.where(holds_best, all_indices, sharding.ranges.size)
+    indices, order = rivals.min(dim, keepdim=True)
+    return all_values.gather(dim, order), indices

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torchshard.distributed import ops
+from torchshard.errors import ShapeError
 from torchshard.layout import Ranges
 from torchshard.tensor.elementwise import aligned
 from torchshard.tensor.sharded import (
@@ -24,6 +26,7 @@ from torchshard.tensor.sharded import (
     mixes,
     rule,
     whole_shape,
+    wrapped_dim,
 )
 
 
@@ -34,6 +37,8 @@ def _view(
     x = args[0]
     sizes = args[1:] or tuple(kwargs.values())
     if len(sizes) == 1 and isinstance(sizes[0], torch.dtype):
+        if sizes[0].itemsize != x.element_size():
+            raise mixes("view", x.sharding, f"as {sizes[0]} would lengthen a dim")
         return mark(local_call(func, args, kwargs), x.sharding)
     if len(sizes) == 1 and not isinstance(sizes[0], int):
         sizes = tuple(sizes[0])
@@ -44,7 +49,10 @@ def _view(
 def _view_as(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    return _viewed(func.__name__, args[0], tuple(whole_shape(args[1])))
+    x, other = args if len(args) == 2 else (args[0], kwargs["other"])
+    if isinstance(x, ShardedTensor):
+        return _viewed(func.__name__, x, tuple(whole_shape(other)))
+    return cast(Tensor, x.reshape(whole_shape(other)))
 
 
 @rule(["flatten"])
@@ -55,7 +63,7 @@ def _flatten(
 ) -> Tensor:
     x = args[0]
     first, last = _bound(args[1:], kwargs, start_dim=0, end_dim=-1)
-    first, last = first % x.dim(), last % x.dim()
+    first, last = wrapped_dim(x, first), wrapped_dim(x, last)
     shape = tuple(whole_shape(x))
     merged = math.prod(shape[first : last + 1])
     return _viewed("flatten", x, (*shape[:first], merged, *shape[last + 1 :]))
@@ -67,7 +75,7 @@ def _unflatten(
 ) -> Tensor:
     x = args[0]
     dim, sizes = _bound(args[1:], kwargs, dim=None, sizes=None)
-    shape, dim = tuple(whole_shape(x)), dim % x.dim()
+    shape, dim = tuple(whole_shape(x)), wrapped_dim(x, dim)
     return _viewed("unflatten", x, (*shape[:dim], *sizes, *shape[dim + 1 :]))
 
 
@@ -133,12 +141,12 @@ def _rescaled(ranges: Ranges, behind: int, new_behind: int) -> Ranges | None:
     return Ranges(ranges.size * behind // new_behind, per_rank)
 
 
-@rule(["transpose", "swapaxes", "swapdims", "transpose_"])
+@rule(["transpose", "swapaxes", "swapdims"])
 def _transpose(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     x = args[0]
-    first, second = (dim % x.dim() for dim in [*args[1:], *kwargs.values()])
+    first, second = (wrapped_dim(x, dim) for dim in [*args[1:], *kwargs.values()])
     order = list(range(x.dim()))
     order[first], order[second] = second, first
     return _permuted(x, order)
@@ -159,18 +167,19 @@ def _permute(
     dims = args[1:] or tuple(kwargs.values())
     if len(dims) == 1 and not isinstance(dims[0], int):
         dims = tuple(dims[0])
-    return _permuted(x, [dim % x.dim() for dim in dims])
+    return _permuted(x, [wrapped_dim(x, dim) for dim in dims])
 
 
 @rule(["movedim", "moveaxis"])
 def _movedim(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    x, source, destination = args
+    x = args[0]
+    source, destination = _bound(args[1:], kwargs, source=None, destination=None)
     if not isinstance(source, int):
         raise mixes("movedim", x.sharding, "of several dims has no rule; use permute")
     order = list(range(x.dim()))
-    order.insert(destination % x.dim(), order.pop(source % x.dim()))
+    order.insert(wrapped_dim(x, destination), order.pop(wrapped_dim(x, source)))
     return _permuted(x, order)
 
 
@@ -185,9 +194,9 @@ def _unsqueeze(
 ) -> Tensor:
     x = args[0]
     (dim,) = _bound(args[1:], kwargs, dim=None)
-    dim %= x.dim() + 1
-    place = x.sharding.dim + (dim <= x.sharding.dim)
-    return mark(local_call(func, (x, dim), {}), x.sharding.at(place))
+    result = local_call(func, (x, dim), {})
+    place = x.sharding.dim + (dim % result.dim() <= x.sharding.dim)
+    return mark(result, x.sharding.at(place))
 
 
 @rule(["squeeze"])
@@ -197,7 +206,7 @@ def _squeeze(
     x = args[0]
     (dims,) = _bound(args[1:], kwargs, dim=range(x.dim()))
     dims = [dims] if isinstance(dims, int) else dims
-    dims = [dim % x.dim() for dim in dims]
+    dims = [wrapped_dim(x, dim) for dim in dims]
     gone = [dim for dim in dims if whole_shape(x)[dim] == 1]
     if x.sharding.dim in gone:
         raise mixes("squeeze", x.sharding, "would drop it")
@@ -212,10 +221,14 @@ def _expand(
 ) -> Tensor:
     x = args[0]
     sizes = args[1:] or tuple(kwargs.values())
+    if not isinstance(x, ShardedTensor):
+        return cast(Tensor, x.expand(whole_shape(first_sharded(sizes))))
     if len(sizes) == 1 and not isinstance(sizes[0], int):
         given = sizes[0]
         sizes = tuple(whole_shape(given) if isinstance(given, Tensor) else given)
     place = len(sizes) - x.dim() + x.sharding.dim
+    if place < 0:
+        raise mixes(func.__name__, x.sharding, f"to {tuple(sizes)} has too few dims")
     if sizes[place] not in (-1, x.sharding.ranges.size):
         raise mixes(
             func.__name__, x.sharding, f"to size {sizes[place]} would repeat it"
@@ -233,13 +246,30 @@ def _join(
     tensors, dim = _bound(args, kwargs, tensors=None, dim=0)
     x = first_sharded(tensors)
     stacking = func.__name__ == "stack"
-    dim %= x.dim() + stacking
+    dim = dim % (x.dim() + 1) if stacking else wrapped_dim(x, dim)
     if not stacking and dim == x.sharding.dim:
         raise mixes("cat", x.sharding, "along it would interleave the ranks' parts")
     sharding = x.sharding.at(x.sharding.dim - x.dim())
-    parts = [aligned(func.__name__, tensor, sharding) for tensor in tensors]
+    parts = [_joinable(func.__name__, tensor, sharding) for tensor in tensors]
     place = x.sharding.dim + (stacking and dim <= x.sharding.dim)
     return mark(local_call(func, (parts, dim), {}), x.sharding.at(place))
+
+
+def _joinable(name: str, value: Tensor, sharding: Sharding) -> Tensor:
+    """Return this rank's part of `value`; what is joined does not broadcast."""
+    whole = whole_shape(value)
+    if len(whole) < -sharding.dim or whole[sharding.dim] != sharding.ranges.size:
+        raise ShapeError(
+            f"{name}: a tensor of shape {tuple(whole)} is joined to one with"
+            f" {sharding.ranges.size} indices in dim {sharding.dim}, spread over"
+            f" {sharding.group.size} ranks. Expected the same size there; if it is this"
+            " rank's shard, mark it with ShardedTensor.from_local(x, dim)."
+        )
+    if isinstance(value, ShardedTensor):
+        return cast(Tensor, aligned(name, value, sharding))
+    return ops.scatter(
+        value, sharding.dim, ranges=sharding.ranges, group=sharding.group
+    )
 
 
 @rule(["chunk", "split", "unbind", "tensor_split", "narrow", "select", "flip", "roll"])
@@ -249,8 +279,10 @@ def _along_another_dim(
     """Cut or reorder along a dim that is whole."""
     x, name = args[0], func.__name__
     dim = _cut_dim(name, args[1:], kwargs)
+    if dim is None:
+        raise mixes(name, x.sharding, "without dims flattens the tensor")
     dims = [dim] if isinstance(dim, int) else dim
-    dims = [value % x.dim() for value in dims]
+    dims = [wrapped_dim(x, value) for value in dims]
     if x.sharding.dim in dims:
         raise mixes(name, x.sharding, "along it would cut across the ranks' parts")
     dropped = name in ("unbind", "select") and dims[0] < x.sharding.dim
@@ -268,7 +300,7 @@ def _cut_dim(name: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return kwargs.get("dims", given)
     if len(values) > first:
         return values[first]
-    return kwargs.get("dims" if name == "roll" else "dim", 0)
+    return kwargs.get("dims") if name == "roll" else kwargs.get("dim", 0)
 
 
 @rule(["__getitem__"])
@@ -277,8 +309,11 @@ def _getitem(
 ) -> Tensor:
     """Index dims that are whole with integers and slices; `:` the sharded one."""
     x, index = args
+    if not isinstance(x, ShardedTensor):
+        raise mixes("indexing", first_sharded([index]).sharding, "by it has no rule")
     items = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(item, Tensor | list) or item is True for item in items):
+    plain = (int, slice, type(None), type(Ellipsis))
+    if any(isinstance(item, bool) or not isinstance(item, plain) for item in items):
         raise mixes("indexing", x.sharding, "with a tensor or list has no rule")
     if Ellipsis in items:
         place = items.index(Ellipsis)

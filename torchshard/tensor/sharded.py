@@ -8,6 +8,7 @@ which `torch.f`, `Tensor.f` and `F.f` share.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -132,10 +133,14 @@ class ShardedTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = func.__name__
+        args, named = _torch_names(args, kwargs or {})
         function = RULES.get(name)
         if function is None:
-            raise _no_rule(name, args)
-        return function(func, args, kwargs or {})
+            raise _no_rule(name, args, named)
+        if named.pop("out", None) is not None:
+            sharding = first_sharded([*args, *named.values()]).sharding
+            raise mixes(name, sharding, "has no rule for out=")
+        return function(func, args, named)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         sharding = self.sharding
@@ -209,8 +214,45 @@ def mixes(name: str, sharding: Sharding, why: str = "") -> ShardedOpError:
     )
 
 
-def _no_rule(name: str, args: tuple[Any, ...]) -> ShardedOpError:
-    return mixes(name, first_sharded(args).sharding, "has no rule for sharded tensors")
+def _no_rule(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ShardedOpError:
+    sharding = first_sharded([*args, *kwargs.values()]).sharding
+    return mixes(name, sharding, "has no rule for sharded tensors")
+
+
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x2": "other"}
+
+
+def _torch_names(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments as the rules read them: torch's names, and `input` in front."""
+    named = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+    if not args and "input" in named:
+        args = (named.pop("input"),)
+    return args, named
+
+
+def wrapped_dim(x: Tensor, dim: int) -> int:
+    """Return `dim` of `x` counted from the front; torch's own IndexError if it has none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        x.size(dim)
+    return dim % x.dim()
+
+
+def expect_first(name: str, x: Any, args: Iterable[Any]) -> None:
+    """Check that the tensor that `name` works on is the shard, and not another argument.
+
+    Raises:
+        ShardedOpError: If `x` is plain.
+    """
+    if not isinstance(x, ShardedTensor):
+        raise mixes(
+            name,
+            first_sharded(args).sharding,
+            "on a plain tensor beside it has no rule",
+        )
 
 
 @rule(["__get__"])
@@ -221,8 +263,12 @@ def _attribute(
     (x,) = cast(tuple[ShardedTensor], args)
     if func == _getter("shape"):
         return whole_shape(x)
-    if func in _TRANSPOSED:
+    if func == _getter("T"):
+        return x.permute(*reversed(range(x.dim())))
+    if func == _getter("mT"):
         return x.transpose(-2, -1)
+    if func in _COMPLEX:
+        raise mixes("a complex view", x.sharding, "has no rule for sharded tensors")
     result = local_call(func, args, kwargs)
     if isinstance(result, Tensor) and func in _ALIKE:
         return mark(result, x.sharding)
@@ -234,7 +280,7 @@ def _getter(name: str) -> Any:
     return getattr(torch.Tensor, name).__get__
 
 
-_TRANSPOSED = [_getter("mT"), _getter("T")]
+_COMPLEX = [_getter("H"), _getter("mH"), _getter("real"), _getter("imag")]
 _ALIKE = [_getter("data"), _getter("grad")]
 
 
@@ -245,6 +291,35 @@ def _size(
     shape = whole_shape(args[0])
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     return shape if dim is None else shape[dim]
+
+
+@rule(["__len__"])
+def _len(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    return whole_shape(args[0])[0]
+
+
+@rule(["__format__"])
+def _format(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    return format(repr(args[0]), args[1])
+
+
+@rule(["__deepcopy__"])
+def _deepcopy(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Copy a leaf, as torch does; what autograd computed is refused, as by torch."""
+    x, memo = args
+    if id(x) in memo:
+        return cast(Tensor, memo[id(x)])
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = x.view_as(x) if x.grad_fn is not None else x.detach()
+    copied = mark(copy.deepcopy(plain), x.sharding).requires_grad_(x.requires_grad)
+    memo[id(x)] = copied
+    return copied
 
 
 @rule(["numel", "nelement"])
@@ -276,13 +351,16 @@ def _backward(
 ) -> None:
     """`x.backward(grad)`, with the gradient of the whole tensor or of this shard."""
     x, *rest = args
+    expect_first("backward", x, [*rest, *kwargs.values()])
     rest = [_own_part(value, x.sharding) for value in rest]
     kwargs = {key: _own_part(value, x.sharding) for key, value in kwargs.items()}
     local_call(func, (x, *rest), kwargs)
 
 
 def _own_part(value: Any, sharding: Sharding) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, ShardedTensor):
+    if isinstance(value, ShardedTensor):
+        return value.to_local()
+    if not isinstance(value, Tensor):
         return value
     if value.shape[sharding.dim] != sharding.ranges.size:
         return value
