@@ -181,6 +181,24 @@ class ParallelLayer(nn.Module, ABC):
     def _ranges(self, layout: Shard) -> Ranges:
         return ranges_of(layout.segments, self._axes, self.group.size)
 
+    def expect_unit_per_rank(self, name: str, num_units: int) -> None:
+        """Check that every rank gets a unit, for layers whose compute needs one.
+
+        Args:
+            name: The constructor's argument that gives the number, for the error.
+            num_units: How many units are to be divided.
+
+        Raises:
+            LayoutError: If there are fewer units than ranks.
+        """
+        size = self.group.size
+        if num_units < size:
+            raise LayoutError(
+                f"{name}={num_units} is fewer than the {size} ranks of the group; each rank"
+                f" needs at least one. Use a group of at most {num_units} ranks, or a layer"
+                f" with at least {size}."
+            )
+
     def own(self, axis: str) -> tuple[int, int]:
         """Return this rank's half-open range of units of the named axis."""
         return self._axes[axis].range(self.group.size, self.group.rank)

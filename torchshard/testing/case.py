@@ -35,10 +35,12 @@ class Floats(RandomInput):
         shape: Shape of the whole input.
         shard: The dim along which the layer gets it sharded, marked as such; None hands it
             over whole.
+        unit: How many indices of that dim stay together.
     """
 
     shape: tuple[int, ...]
     shard: int | None = None
+    unit: int = 1
 
     def draw(self, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """Return the whole input, a leaf that requires grad."""
@@ -155,7 +157,8 @@ def _drawn(value: Any, generator: torch.Generator, dtype: torch.dtype) -> Any:
 def _handed(spec: Any, value: Any) -> Any:
     if isinstance(spec, Floats) and spec.shard is not None:
         group = model_group()
-        ranges = balanced_ranges(value.shape[spec.shard], group.size)
+        num_units = value.shape[spec.shard] // spec.unit
+        ranges = balanced_ranges(num_units, group.size).scaled(spec.unit)
         shard = ops.scatter(value, spec.shard, ranges=ranges)
         return ShardedTensor.from_local(shard, spec.shard, ranges=ranges)
     return value
