@@ -28,6 +28,7 @@ from torchshard.layout import (
     Shard,
     Whole,
     covering,
+    ranges_of,
     split_of,
 )
 from torchshard.tensor import ShardedTensor
@@ -61,6 +62,7 @@ __all__ = [
     "init_process_group",
     "kaiming_uniform",
     "nn",
+    "ranges_of",
     "split_of",
     "xavier_normal",
     "xavier_uniform",

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import ShapeError, ShardedOpError
@@ -132,6 +133,10 @@ class ShardedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if isinstance(func, torch._ops.OpOverload):
+            return _compiled_call(func, args, kwargs or {})
+        if _compiler_looks():
+            return local_call(func, args, kwargs or {})
         name = func.__name__
         args, named = _torch_names(args, kwargs or {})
         function = RULES.get(name)
@@ -149,6 +154,28 @@ class ShardedTensor(torch.Tensor):
             f" whole_size={sharding.ranges.size}, rank={sharding.group.rank},"
             f" size={sharding.group.size})"
         )
+
+
+def _compiled_call(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run an operation of a compiled graph, which was traced on the shards themselves.
+
+    On plain tensors: on a graph's first run torch 2.13 has a check that knows no subclass.
+    """
+
+    def plain(value: Any) -> Any:
+        return value.to_local() if isinstance(value, ShardedTensor) else value
+
+    return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _compiler_looks() -> bool:
+    """Return whether torch.compile itself asks, to describe the storage of a graph's input.
+
+    False inside the graph, where user code asks: there `is_dynamo_compiling` is True.
+    """
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def mark(x: Tensor, sharding: Sharding) -> Tensor:
