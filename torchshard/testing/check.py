@@ -365,7 +365,7 @@ def _any_graph_input() -> AbstractContextManager[Any]:
     refuses every tensor subclass while it does.
     """
     config = torch._functorch.config
-    if "check_custom_op_aliasing" not in dir(config):
+    if "check_custom_op_aliasing" not in config.get_config_copy():
         return nullcontext()
     return cast(
         AbstractContextManager[Any], config.patch(check_custom_op_aliasing=False)
