@@ -1,3 +1,21 @@
 """Finished sharded layers, each the rendering of a template."""
 
-__all__: list[str] = []
+from .parallel_conv1d import ParallelConv1d
+from .parallel_conv2d import ParallelConv2d
+from .parallel_conv3d import ParallelConv3d
+from .parallel_cross_entropy_loss import ParallelCrossEntropyLoss
+from .parallel_embedding import ParallelEmbedding
+from .parallel_linear import ParallelLinear
+from .parallel_multihead_attention import ParallelMultiheadAttention
+from .parallel_scale_shift import ParallelScaleShift
+
+__all__: list[str] = [
+    "ParallelConv1d",
+    "ParallelConv2d",
+    "ParallelConv3d",
+    "ParallelCrossEntropyLoss",
+    "ParallelEmbedding",
+    "ParallelLinear",
+    "ParallelMultiheadAttention",
+    "ParallelScaleShift",
+]
