@@ -3,6 +3,7 @@
     CliError                1
     ├── ConflictError       1   a file of yours would be overwritten
     ├── WriteError          1   the file system refused
+    ├── VerifyError         1   a layer differs from its dense twin (verify.py)
     ├── UsageError          2   the command line, or a file it names, cannot be used
     └── TemplateError       3   a template cannot be read or rendered
 

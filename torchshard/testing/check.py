@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -326,8 +327,13 @@ def _number_of_collectives(case: Case) -> float:
     return 0.0
 
 
-def _counting() -> CommDebugMode:
-    return CommDebugMode()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+@contextmanager
+def _counting() -> Iterator[CommDebugMode]:
+    with warnings.catch_warnings():
+        # CommDebugMode hooks every module, also those whose inputs need no gradient.
+        warnings.filterwarnings("ignore", "Full backward hook is firing")
+        with CommDebugMode() as mode:  # type: ignore[no-untyped-call]
+            yield mode
 
 
 def _scattered_inputs(case: Case) -> int:

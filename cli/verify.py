@@ -1,0 +1,269 @@
+"""`torchshard verify`: prove a layer on several ranks, with the cases of its test.
+
+Imports torch inside the functions that run, and nowhere else. The proof itself is
+`torchshard.testing.check_layer`; here it is found, launched and shown.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .errors import CliError, UsageError
+from .names import did_you_mean
+
+if TYPE_CHECKING:
+    from torchshard.testing import Case
+
+_COMPILE_RANKS = 2
+"""One world size is enough to see that a layer compiles; it takes seconds."""
+
+
+class VerifyError(CliError, AssertionError):
+    """The layer differs from its dense twin on some number of ranks."""
+
+
+@dataclass
+class Proof:
+    """What the checks of one layer gave, by number of ranks.
+
+    Attributes:
+        layer: The layer's class name.
+        dense: What it was compared with.
+        source: The file that holds the cases.
+        num_cases: How many cases there are.
+        worst: For each number of ranks, the worst difference of each check.
+        failures: For each number of ranks on which a check failed, what it said.
+    """
+
+    layer: str
+    dense: str
+    source: str
+    num_cases: int
+    worst: dict[int, dict[str, float]]
+    failures: dict[int, str]
+
+
+@click.command()
+@click.argument("target", metavar="MODULE:CLASS")
+@click.option(
+    "--cases",
+    "cases_file",
+    type=click.Path(path_type=Path),
+    help="File with the list CASES. Default: the test of the module.",
+)
+@click.option(
+    "--ranks",
+    default="1,2,3,4",
+    show_default=True,
+    help="Numbers of ranks to prove the layer on.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
+def verify(target: str, cases_file: Path | None, ranks: str, as_json: bool) -> None:
+    r"""Prove that a sharded layer equals its dense twin, on 1 to 4 ranks.
+
+    Runs every case in the list CASES of the layer's test: values, gradients, a step, state
+    both ways, copies, autocast, torch.compile and the number of collectives.
+
+    \b
+    Example:
+      torchshard verify parallel_embedding:ParallelEmbedding
+    """
+    world_sizes = _world_sizes(ranks)
+    layer = _load_class(target)
+    source, cases = _load_cases(layer, cases_file)
+    proof = Proof(
+        layer=layer.__name__,
+        dense=_dense_name(layer, cases),
+        source=source.name,
+        num_cases=len(cases),
+        worst={},
+        failures={},
+    )
+    for world_size in world_sizes:
+        with _progress(f"{len(cases)} cases on {_ranks(world_size)}"):
+            _prove(proof, world_size, cases)
+    _show(proof, as_json)
+
+
+def _progress(text: str) -> AbstractContextManager[Any]:
+    """Show `text` beside a spinner on a terminal; nothing elsewhere."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
+def _ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+def _world_sizes(ranks: str) -> list[int]:
+    try:
+        sizes = [int(size) for size in ranks.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise UsageError(
+            f"--ranks {ranks} is not a list of numbers of ranks, such as 1,2,3,4"
+        )
+    return sizes
+
+
+def _load_class(target: str) -> type:
+    module_name, colon, class_name = target.partition(":")
+    if not colon or not module_name or not class_name:
+        raise UsageError(
+            f"'{target}' is not of the form MODULE:CLASS, such as"
+            " parallel_embedding:ParallelEmbedding"
+        )
+    module = _import(module_name, Path.cwd())
+    if not hasattr(
+        module, class_name
+    ):  # a module may find names lazily, as a package does
+        classes = [
+            key for key, value in vars(module).items() if isinstance(value, type)
+        ]
+        raise UsageError(
+            f"module '{module_name}' has no class '{class_name}'."
+            f"{did_you_mean(class_name, classes)}"
+        )
+    layer: Any = getattr(module, class_name)
+    if not isinstance(layer, type):
+        raise UsageError(f"{target} is not a class")
+    return layer
+
+
+def _import(module_name: str, folder: Path) -> ModuleType:
+    """Import a module as it would be from `folder`, for the ranks too."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise UsageError(f"importing '{module_name}' failed: {error}") from error
+        raise UsageError(
+            f"no module '{module_name}' in {folder} or among the installed ones"
+        ) from error
+
+
+def _load_cases(layer: type, cases_file: Path | None) -> tuple[Path, Sequence[Case]]:
+    source = cases_file or _find_test(layer)
+    if not source.is_file():
+        raise UsageError(f"{source} is not a file")
+    module = _import(source.stem, source.resolve().parent)
+    listed = getattr(module, "CASES", None)
+    if not isinstance(listed, Sequence):
+        raise UsageError(
+            f"{source} has no list CASES of torchshard.testing.Case, which says how to"
+            " build the layer, what it must equal, and what to feed it"
+        )
+    cases = [case for case in listed if case.layer is layer]
+    if not cases:
+        raise UsageError(f"no case in {source} is of {layer.__name__}")
+    return source, cases
+
+
+def _find_test(layer: type) -> Path:
+    """Return the test beside the layer's module, or in a `tests` folder above it."""
+    file = Path(str(sys.modules[layer.__module__].__file__)).resolve()
+    name = f"test_{file.stem}.py"
+    folders = [file.parent, *(parent / "tests" for parent in file.parents)]
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder / name
+    raise UsageError(
+        f"no {name} beside {file} or in a tests folder above it; name the file that holds"
+        " the list CASES with --cases"
+    )
+
+
+def _dense_name(layer: type, cases: Sequence[Case]) -> str:
+    names = {_twin(case) for case in cases}
+    return " and ".join(sorted(names))
+
+
+def _twin(case: Case) -> str:
+    if case.dense is None:
+        return "itself on one rank"
+    module = getattr(case.dense, "__module__", "")
+    name = getattr(case.dense, "__name__", repr(case.dense))
+    return f"torch.nn.{name}" if module.startswith("torch.nn") else name
+
+
+def _prove(proof: Proof, world_size: int, cases: Sequence[Case]) -> None:
+    from torchshard.errors import RankError
+    from torchshard.testing import check_cases, run_ranks
+
+    try:
+        per_rank = run_ranks(check_cases, world_size, cases, timeout_s=600)
+        if world_size == _COMPILE_RANKS:
+            per_rank += run_ranks(
+                check_cases, world_size, cases[:1], True, timeout_s=600
+            )
+    except RankError as error:
+        proof.failures[world_size] = _what_it_said(str(error))
+        return
+    worst: dict[str, float] = {}
+    for checked in _flat(per_rank):
+        worst[checked.name] = max(worst.get(checked.name, 0.0), checked.difference)
+    proof.worst[world_size] = worst
+
+
+def _flat(per_rank: Sequence[Any]) -> Iterator[Any]:
+    return (checked for cases in per_rank for case in cases for checked in case)
+
+
+def _what_it_said(error: str) -> str:
+    """Return the check's own words where a check failed, or all of it where a rank did."""
+    _, found, words = error.rpartition("torchshard.errors.CheckError: ")
+    return words.strip() if found else error
+
+
+def _show(proof: Proof, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(vars(proof), indent=2))
+    elif proof.worst:
+        _show_table(proof)
+    if proof.failures:
+        said = "\n".join(
+            f"  {_ranks(size)}: {words}" for size, words in proof.failures.items()
+        )
+        raise VerifyError(f"{proof.layer} does not equal {proof.dense}:\n{said}")
+    if not as_json:
+        sizes = ", ".join(map(str, proof.worst))
+        click.echo(f"{proof.layer} equals {proof.dense} on {sizes} ranks.")
+
+
+def _show_table(proof: Proof) -> None:
+    """Print the worst difference of each check, a column for each number of ranks."""
+    from rich.console import Console
+    from rich.table import Table
+
+    click.echo(f"{proof.layer}: {proof.num_cases} cases of {proof.source}")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("worst difference")
+    for world_size in proof.worst:
+        table.add_column(_ranks(world_size), justify="right")
+    checks = list(
+        dict.fromkeys(name for worst in proof.worst.values() for name in worst)
+    )
+    for name in checks:
+        cells = [_cell(worst.get(name)) for worst in proof.worst.values()]
+        table.add_row(name, *cells)
+    Console().print(table)
+
+
+def _cell(difference: float | None) -> str:
+    if difference is None:
+        return "-"
+    return "exact" if difference == 0.0 else f"{difference:.1e}"
