@@ -4,7 +4,7 @@
     ├── LayoutError (ValueError)        a declaration or a requested split is inconsistent
     ├── ShapeError (ValueError)         a tensor has a size that the layer does not accept
     ├── TargetError (IndexError)        an id or a class index is out of range
-    ├── ShardedOpError (TypeError)      an operation would mix a dim that is spread over ranks
+    ├── ShardedOpError (RuntimeError)   an operation would mix a dim that is spread over ranks
     ├── GroupError (RuntimeError)       groups and meshes are missing or do not fit
     ├── StateError (RuntimeError)       a state dict does not fit the layer
     ├── RankError (RuntimeError)        a rank of a launched group failed
@@ -31,8 +31,11 @@ class TargetError(TorchShardError, IndexError):
     """An id or a class index is out of range."""
 
 
-class ShardedOpError(TorchShardError, TypeError):
-    """An operation would mix a dim that is spread over ranks."""
+class ShardedOpError(TorchShardError, RuntimeError):
+    """An operation would mix a dim that is spread over ranks.
+
+    No TypeError: torch's operators turn one into NotImplemented, and `x == y` into False.
+    """
 
 
 class GroupError(TorchShardError, RuntimeError):

@@ -31,7 +31,7 @@ _NAMES = """
     reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc sigmoid
     logit sign sgn floor ceil round trunc frac clamp clip clamp_min clamp_max nan_to_num
     isnan isinf isfinite relu relu6 leaky_relu elu selu celu gelu silu mish softplus softsign
-    hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink threshold logsigmoid
+    hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink threshold _threshold log_sigmoid
     add sub subtract mul multiply div divide true_divide floor_divide fmod remainder pow
     float_power rsub maximum minimum fmax fmin atan2 hypot lerp addcmul addcdiv where
     masked_fill eq ne lt le gt ge logical_and logical_or logical_not logical_xor isclose

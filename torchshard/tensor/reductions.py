@@ -157,7 +157,7 @@ def _whole_extreme(x: Tensor, dims: list[int], largest: bool) -> Tensor:
     """
     sharding = cast(ShardedTensor, x).sharding
     local = cast(ShardedTensor, x).to_local()
-    own = _own_extreme(local.detach(), dims, sharding, largest)
+    own = _own_extreme(local.detach(), dims, largest)
     rows = collectives.stack(own, sharding.group)
     best = rows.amax(0) if largest else rows.amin(0)
     if not (local.requires_grad and torch.is_grad_enabled()):
@@ -168,11 +168,9 @@ def _whole_extreme(x: Tensor, dims: list[int], largest: bool) -> Tensor:
     return cast(Tensor, _Picked.apply(local, best, share))  # type: ignore[no-untyped-call] # torch's
 
 
-def _own_extreme(
-    local: Tensor, dims: list[int], sharding: Sharding, largest: bool
-) -> Tensor:
+def _own_extreme(local: Tensor, dims: list[int], largest: bool) -> Tensor:
     """Return the shard's extreme over `dims`, kept; of an empty shard the neutral value."""
-    if local.shape[sharding.dim]:
+    if all(local.shape[dim] for dim in dims):
         return (local.amax if largest else local.amin)(dims, keepdim=True)
     shape = [1 if dim in dims else size for dim, size in enumerate(local.shape)]
     return local.new_full(shape, _neutral(local.dtype, largest))
@@ -189,7 +187,7 @@ def _neutral(dtype: torch.dtype, largest: bool) -> float:
 
 def _highest(local: Tensor, dims: list[int], sharding: Sharding) -> Tensor:
     """Return the whole's maximum over `dims`, kept, to shift by: any nan shows in the sum."""
-    own = _own_extreme(local.detach(), dims, sharding, True)
+    own = _own_extreme(local.detach(), dims, True)
     return collectives.all_reduce(own, sharding.group, "max")
 
 
