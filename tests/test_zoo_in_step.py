@@ -1,0 +1,122 @@
+"""The zoo is the rendering of the templates, and every template's every choice works."""
+
+import difflib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torchshard_cli.layer import Layer
+from torchshard_cli.lock import read_lock
+from torchshard_cli.render import render_layer
+from torchshard_cli.template import bundled_templates, list_templates, load_template
+
+ROOT = Path(__file__).resolve().parent.parent
+ZOO = [locked.layer for locked in read_lock(ROOT).layers.values()]
+TEMPLATES = list_templates(bundled_templates())
+
+
+def difference(path: str, rendered: str) -> str:
+    """Return what a fresh rendering would change in the file, as a diff."""
+    written = (ROOT / path).read_text("utf-8")
+    lines = (written.splitlines(keepends=True), rendered.splitlines(keepends=True))
+    return "".join(difflib.unified_diff(*lines, path, "its template now"))
+
+
+def expect_in_step(layer: Layer, templates: Path) -> None:
+    for path, rendered in render_layer(layer, templates).items():
+        gap = difference(path, rendered)
+        assert not gap, f"{gap}\nRun: torchshard check --fix"
+
+
+@pytest.mark.parametrize("layer", ZOO, ids=lambda layer: layer.class_name)
+def test_zoo_layer_is_the_rendering_of_its_template(layer: Layer) -> None:
+    """Layer and test are byte for byte what the template gives now."""
+    expect_in_step(layer, bundled_templates())
+
+
+def test_every_file_of_the_zoo_is_generated() -> None:
+    """No layer in the zoo is written by hand, and each is exported."""
+    files = {path.stem for path in (ROOT / "layer_zoo").glob("[a-z]*.py")}
+    assert files == {layer.module for layer in ZOO}
+    exported = (ROOT / "layer_zoo" / "__init__.py").read_text("utf-8")
+    assert all(f"import {layer.class_name}\n" in exported for layer in ZOO)
+
+
+def test_every_template_has_a_layer_in_the_zoo() -> None:
+    """A template that nothing renders would rot."""
+    assert {layer.template for layer in ZOO} == set(TEMPLATES)
+
+
+def template_files(templates: Path, name: str) -> Iterator[Path]:
+    yield from (path for path in (templates / name).rglob("*_py}}") if path.is_file())
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_changed_line_of_a_template_is_seen(name: str, tmp_path: Path) -> None:
+    """One line changed in a template, and its zoo layer is out of step."""
+    templates = tmp_path / "templates"
+    shutil.copytree(bundled_templates(), templates)
+    layer = next(layer for layer in ZOO if layer.template == name)
+    expect_in_step(layer, templates)
+    for path in template_files(templates, name):
+        before = path.read_text("utf-8")
+        path.write_text(before.replace("import pytest\n", "import pytest  # changed\n"))
+        if path.read_text("utf-8") == before:
+            path.write_text(
+                before.replace("import torchshard", "import  torchshard", 1)
+            )
+        with pytest.raises(AssertionError, match="torchshard check --fix"):
+            expect_in_step(layer, templates)
+        path.write_text(before)
+    expect_in_step(layer, templates)
+
+
+def variants() -> Iterator[Layer]:
+    """Yield a layer for every choice that the zoo itself does not show."""
+    for name in TEMPLATES:
+        template = load_template(bundled_templates(), name)
+        shown = next(layer for layer in ZOO if layer.template == name)
+        standalone = replace(shown, package=".", tests=".")
+        for option in template.options.values():
+            choices = option.choices or (True, False)
+            for choice in choices:
+                if choice != option.default:
+                    module = f"{name}_{option.name}_{choice}".lower()
+                    options = {**shown.options, option.name: choice}
+                    yield replace(
+                        standalone, module=module, import_path=module, options=options
+                    )
+
+
+@pytest.mark.timeout(600)  # some thirteen layers, each on 1 to 4 ranks and compiled
+def test_every_choice_of_every_template_works(tmp_path: Path) -> None:
+    """Rendered with each choice, the code is clean and its own test passes."""
+    layers = list(variants())
+    for layer in layers:
+        for path, text in render_layer(layer, bundled_templates()).items():
+            assert not any(left in text for left in ("{{", "{%", "cookiecutter"))
+            assert text == text.rstrip() + "\n"
+            compile(text, path, "exec")
+            (tmp_path / path).write_text(text, "utf-8")
+    for command in (
+        ["ruff", "check", "--isolated", "--select", "E4,E7,E9,F,I", "."],
+        ["ruff", "format", "--isolated", "--check", "."],
+        ["mypy", "--strict", "--follow-imports", "silent", "."],
+        ["pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "."],
+    ):
+        result = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", "MYPYPATH": str(ROOT), "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 5 * len(layers)
