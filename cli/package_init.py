@@ -130,7 +130,7 @@ def _import_edits(source: _Source, module: str, name: str) -> list[Edit]:
     if same:
         return [_merged(source, same[-1], name)]
     run = _import_run(body)
-    exported = f"{name} as {name}" if _repeats_names(run) else name
+    exported = f"{name} as {name}" if _repeats_names(run, body) else name
     line = f"from .{module} import {exported}\n"
     return [_placed(source, run, module, line)]
 
@@ -162,10 +162,16 @@ def _import_run(body: Sequence[ast.stmt]) -> list[Import]:
     return (relative or runs)[0]
 
 
-def _repeats_names(run: Sequence[Import]) -> bool:
-    """Whether the file exports in the form `import X as X`, as mypy likes it."""
+def _repeats_names(run: Sequence[Import], body: Sequence[ast.stmt]) -> bool:
+    """Whether to export in the form `import X as X`, as the file does.
+
+    Where it exports nothing yet and has no `__all__`, linters take that form alone for an
+    export and not for an unused import.
+    """
     names = [alias for node in run if _level(node) for alias in node.names]
-    return bool(names) and all(alias.asname == alias.name for alias in names)
+    if not names:
+        return _all_value(body) is None
+    return all(alias.asname == alias.name for alias in names)
 
 
 def _level(node: Import) -> int:

@@ -46,7 +46,7 @@ def test_inside_a_package_three_files_change(project):
         "zoo/parallel_tiny.py",
     ]
     assert project.init.read_text("utf-8") == (
-        '"""The zoo."""\n\nfrom .parallel_tiny import ParallelTiny\n'
+        '"""The zoo."""\n\nfrom .parallel_tiny import ParallelTiny as ParallelTiny\n'
     )
 
 
@@ -182,7 +182,7 @@ def test_a_dry_run_writes_nothing(project):
     assert result.exit_code == 0
     assert "  create     zoo/parallel_tiny.py         +14\n" in result.output
     assert "--- /dev/null\n+++ zoo/parallel_tiny.py\n" in result.output
-    assert "+from .parallel_tiny import ParallelTiny\n" in result.output
+    assert "+from .parallel_tiny import ParallelTiny as ParallelTiny\n" in result.output
     assert result.output.endswith("dry run: nothing written\n")
     assert project.contents() == before
 

@@ -20,20 +20,23 @@ def project(tmp_path):
 
 LONG = ", ".join(f'"Parallel{letter * 6}"' for letter in "ABCE")
 CASES = {
-    "empty": ("", "from .middle import Middle\n"),
-    "docstring": ('"""Doc."""\n', '"""Doc."""\n\nfrom .middle import Middle\n'),
+    "empty": ("", "from .middle import Middle as Middle\n"),
+    "docstring": (
+        '"""Doc."""\n',
+        '"""Doc."""\n\nfrom .middle import Middle as Middle\n',
+    ),
     "docstring without a newline": (
         '"""Doc."""',
-        '"""Doc."""\n\nfrom .middle import Middle\n',
+        '"""Doc."""\n\nfrom .middle import Middle as Middle\n',
     ),
-    "licence": ("# MIT\n", "# MIT\n\nfrom .middle import Middle\n"),
+    "licence": ("# MIT\n", "# MIT\n\nfrom .middle import Middle as Middle\n"),
     "licence and code": (
         "# MIT\n\n__version__ = 1\n",
-        "# MIT\n\nfrom .middle import Middle\n\n__version__ = 1\n",
+        "# MIT\n\nfrom .middle import Middle as Middle\n\n__version__ = 1\n",
     ),
     "licence right above code": (
         "# MIT\n__version__ = 1\n",
-        "# MIT\nfrom .middle import Middle\n\n__version__ = 1\n",
+        "# MIT\nfrom .middle import Middle as Middle\n\n__version__ = 1\n",
     ),
     "comment of the first": (
         '"""Doc."""\n\n# about nano\nfrom .nano import Nano\n',
@@ -42,7 +45,7 @@ CASES = {
     ),
     "docstring and code": (
         '"""Doc."""\n\n__version__ = 1\n',
-        '"""Doc."""\n\nfrom .middle import Middle\n\n__version__ = 1\n',
+        '"""Doc."""\n\nfrom .middle import Middle as Middle\n\n__version__ = 1\n',
     ),
     "first": (
         "from .nano import Nano\n",
@@ -70,7 +73,7 @@ CASES = {
     "after absolute imports": (
         "from __future__ import annotations\n\nimport os\n\nprint(os)\n",
         "from __future__ import annotations\n\nimport os\n\n"
-        "from .middle import Middle\n\nprint(os)\n",
+        "from .middle import Middle as Middle\n\nprint(os)\n",
     ),
     "after parents and siblings": (
         "from .. import up\nfrom ..up import Up\nfrom . import zebra\n",
@@ -125,7 +128,7 @@ CASES = {
     ),
     "a list that is computed": (
         "import os\n\n__all__ = dir(os)\n",
-        "import os\n\nfrom .middle import Middle\n\n__all__ = dir(os)\n",
+        "import os\n\nfrom .middle import Middle as Middle\n\n__all__ = dir(os)\n",
     ),
 }
 UNFORMATTED = {
