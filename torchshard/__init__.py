@@ -1,6 +1,7 @@
 """torchshard: torch.nn layers sliced over ranks, and the tools to make new ones."""
 
 from torchshard import distributed, errors, nn
+from torchshard.checkpoint import sharded_state_dict
 from torchshard.checks import expect_indices
 from torchshard.distributed.groups import (
     ShardGroup,
@@ -31,6 +32,7 @@ from torchshard.layout import (
     ranges_of,
     split_of,
 )
+from torchshard.state import collect_state_dict, relocate_state_dict
 from torchshard.tensor import ShardedTensor
 
 __version__ = "0.2.0"
@@ -53,6 +55,7 @@ __all__ = [
     "Whole",
     "ZeroRow",
     "__version__",
+    "collect_state_dict",
     "covering",
     "destroy_process_group",
     "distributed",
@@ -63,6 +66,8 @@ __all__ = [
     "kaiming_uniform",
     "nn",
     "ranges_of",
+    "relocate_state_dict",
+    "sharded_state_dict",
     "split_of",
     "xavier_normal",
     "xavier_uniform",
