@@ -1,0 +1,349 @@
+"""Cross-entropy over a sharded class dim, against torch's on the whole logits."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sharded_cases import close, marked, randoms
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torchshard.distributed import groups
+from torchshard.errors import LayoutError, ShapeError, ShardedOpError, TargetError
+from torchshard.layout import (
+    Axis,
+    Segment,
+    balanced_ranges,
+    ranges_of,
+    ranges_of_lengths,
+)
+from torchshard.nn.functional import parallel_cross_entropy
+from torchshard.tensor import ShardedTensor
+from torchshard.testing.ranks import run_ranks
+
+WORLDS = [1, 2, 3, 4]
+INF = float("inf")
+SHAPES = [(6, 7), (7,), (2, 7, 3), (2, 5, 2, 3), (3, 2), (0, 5)]
+
+
+def class_dim(shape):
+    return 0 if len(shape) == 1 else 1
+
+
+def splits(classes, size):
+    """Even or nearly, empty shards, and all the classes on the last rank."""
+    yield balanced_ranges(classes, size)
+    yield ranges_of_lengths([0] * (size - 1) + [classes])
+
+
+def targets_of(shape, seed, ignored):
+    dim = class_dim(shape)
+    rows = shape[:dim] + shape[dim + 1 :]
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(0, shape[dim], rows, generator=generator)
+    if ignored < 0 and target.numel():
+        target.view(-1)[::3] = ignored
+    return target
+
+
+def compare(x, target, ranges, options, case, tolerance=1e-12, loss=F.cross_entropy):
+    """Loss and logits' gradient of a shard and of the whole, for an awkward cotangent."""
+    dim = class_dim(x.shape)
+    dense, mine = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = F.cross_entropy(dense, target, **options)
+    actual = loss(marked(mine, dim, ranges), target, **options)
+    assert type(actual) is torch.Tensor, case
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), case
+    close(actual.detach(), expected.detach(), case, tolerance)
+    cot = randoms(expected.shape, 5, expected.dtype)
+    if cot.dim() > 1:
+        cot = cot[:1].expand(cot.shape).transpose(0, -1).contiguous().transpose(0, -1)
+    elif cot.dim():
+        cot = cot[:1].expand(cot.shape)
+    kept = cot.clone()
+    actual.backward(cot)
+    expected.backward(cot)
+    close(mine.grad, dense.grad, f"{case}, gradient", tolerance)
+    assert torch.equal(cot, kept), case
+
+
+def every_option():
+    size = groups.get_world_size()
+    for shape, reduction, smoothing, weighted, ignored in product(
+        SHAPES, ("mean", "sum", "none"), (0.0, 0.3, 1.0), (False, True), (-100, -1, 1)
+    ):
+        classes = shape[class_dim(shape)]
+        weight = randoms((classes,), 3).abs() if weighted else None
+        options = {
+            "weight": weight,
+            "ignore_index": ignored,
+            "reduction": reduction,
+            "label_smoothing": smoothing,
+        }
+        x, target = randoms(shape, 1), targets_of(shape, 2, ignored)
+        for ranges in splits(classes, size):
+            case = f"{shape} as {ranges.lengths}, {options}"
+            compare(x, target, ranges, options, case)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_option_matches_dense(world_size):
+    """R4, R7, R8, R8b, R8c, T01, T09, T11: reduction x smoothing x weight x ignore_index."""
+    run_ranks(every_option, world_size)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    rows=st.integers(1, 5),
+    lengths=st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(any),
+    seed=st.integers(0, 2**20),
+    scale=st.sampled_from([1e-3, 1.0, 50.0]),
+    offset=st.sampled_from([0.0, 1e6, -1e6]),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    weighted=st.booleans(),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+)
+def compare_any_numbers(
+    rows, lengths, seed, scale, offset, smoothing, weighted, reduction
+):
+    classes = sum(lengths)
+    x = randoms((rows, classes), seed) * scale + offset
+    target = targets_of((rows, classes), seed, -100)
+    weight = randoms((classes,), seed + 1).abs() if weighted else None
+    options = {
+        "weight": weight,
+        "label_smoothing": smoothing,
+        "reduction": reduction,
+    }
+    case = f"{rows} x {lengths}, seed {seed}, {scale}, {offset}, {options}"
+    compare(x, target, ranges_of_lengths(lengths), options, case, tolerance=1e-9)
+
+
+def any_numbers():
+    compare_any_numbers()
+
+
+def test_any_split_scale_and_offset_matches_dense():
+    """T04: random uneven splits, tiny to large logits, offsets of a million."""
+    run_ranks(any_numbers, 3)
+
+
+def hard_logits():
+    size = groups.get_world_size()
+    shape, target = (4, 6), torch.tensor([0, 5, 2, 3])
+    x = randoms(shape, 1)
+    first, last, target_gone, all_gone = (x.clone() for _ in range(4))
+    first[:, 1:3] = -INF
+    last[:, 4] = -INF
+    target_gone[1, 5] = -INF
+    all_gone[2] = -INF
+    an_inf, a_nan = x.clone(), x.clone()
+    an_inf[0, 3], a_nan[3, 1] = INF, float("nan")
+    ignore_all = torch.full((4,), -100)
+    first[2, 2] = 0.5
+    for name, logits in {
+        "first shard gone": first,
+        "one class gone": last,
+        "a target gone": target_gone,
+        "a row gone": all_gone,
+        "an inf": an_inf,
+        "a nan": a_nan,
+    }.items():
+        for smoothing, reduction in product((0.0, 0.2), ("mean", "none")):
+            options = {"label_smoothing": smoothing, "reduction": reduction}
+            for ranges in splits(6, size):
+                compare(logits, target, ranges, options, f"{name}, {options}")
+    for smoothing, reduction, weight in product(
+        (0.0, 0.2), ("mean", "sum", "none"), (None, randoms((6,), 3).abs())
+    ):
+        options = {
+            "label_smoothing": smoothing,
+            "reduction": reduction,
+            "weight": weight,
+        }
+        for ranges in splits(6, size):
+            compare(x, ignore_all, ranges, options, f"all ignored, {options}")
+    zero = {"weight": torch.zeros(6, dtype=torch.float64)}
+    compare(x, target, balanced_ranges(6, size), zero, "weights of 0")
+    signed = {"weight": randoms((6,), 3), "label_smoothing": 0.2, "reduction": "sum"}
+    compare(x, target, balanced_ranges(6, size), signed, "weights of both signs")
+    perfect = torch.full(shape, -1e4, dtype=torch.float64)
+    perfect[torch.arange(4), target] = 1e4
+    compare(perfect, target, balanced_ranges(6, size), {}, "T12: losses of 0")
+    compare(x, target.byte(), balanced_ranges(6, size), {}, "byte targets")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_infinite_logits_and_ignored_batches_match_dense(world_size):
+    """-inf and inf logits, nan, an all-ignored batch (nan as torch's) and weights of 0."""
+    run_ranks(hard_logits, world_size)
+
+
+def half_inputs():
+    size = groups.get_world_size()
+    for dtype, scale in product((torch.bfloat16, torch.float16), (1.0, 30.0)):
+        x = (randoms((5, 9), 1) * scale).to(dtype)
+        target = targets_of((5, 9), 2, -100)
+        for options in ({}, {"label_smoothing": 0.1}, {"reduction": "none"}):
+            for autocast in (False, True):
+                exact, mine = x.float().requires_grad_(), x.clone().requires_grad_()
+                want = F.cross_entropy(exact, target, **options)
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    have = F.cross_entropy(
+                        marked(mine, 1, balanced_ranges(9, size)), target, **options
+                    )
+                    dense = F.cross_entropy(x, target, **options)
+                case = f"{dtype} {options} {autocast}"
+                assert have.dtype == dense.dtype, case
+                eps = torch.finfo(have.dtype).eps
+                close(have.float(), want, case, 2 * eps)
+                cot = randoms(want.shape, 3, torch.float32).to(have.dtype)
+                have.backward(cot)
+                want.backward(cot.float())
+                assert mine.grad.dtype == dtype
+                close(mine.grad.float(), exact.grad, case, torch.finfo(dtype).eps)
+    many = marked(torch.full((2, 80_000), 1.0).half(), 1, balanced_ranges(80_000, size))
+    loss = F.cross_entropy(many, torch.tensor([0, 79_999]))
+    close(loss.double(), torch.tensor(math.log(80_000)).double(), "80 000", 1e-3)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])  # alone, torch's own loss is inf
+def test_half_logits_use_float32_maths(world_size):
+    """R8d: the float32 loss, rounded once, in torch's own dtype with and without autocast."""
+    run_ranks(half_inputs, world_size)
+
+
+def left_alone():
+    y = marked(randoms((3, 5), 1), 1, balanced_ranges(5, 2))
+    before, sharding = y.to_local().clone(), y.sharding
+    leaf = y.detach().requires_grad_()
+    target, weight = torch.tensor([0, 4, -100]), randoms((5,), 2).abs()
+    kept = (target.clone(), weight.clone())
+    with CommDebugMode() as forward:
+        loss = nn.CrossEntropyLoss(weight, label_smoothing=0.1)(leaf, target)
+    with CommDebugMode() as backward:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert torch.equal(leaf.to_local(), before)
+    assert leaf.sharding == sharding
+    assert torch.equal(target, kept[0])
+    assert torch.equal(weight, kept[1])
+    leaf.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_after_write(leaf)
+    return forward.get_total_counts(), backward.get_total_counts()
+
+
+def loss_after_write(leaf):
+    y = leaf * 1
+    loss = F.cross_entropy(y, torch.tensor([0, 4, 1]))
+    y.mul_(2)
+    loss.backward()
+
+
+def test_one_collective_forward_none_backward_and_nothing_is_written():
+    """T03: logits, targets and weights keep their values, also over two backwards."""
+    assert run_ranks(left_alone, 2) == [(1, 0), (1, 0)]
+
+
+def gathered_logits():
+    x, target = randoms((3, 5), 1), torch.tensor([0, 4, 2])
+    y = marked(x.clone().requires_grad_(), 1, balanced_ranges(5, 2))
+    for logits in (y.gather(), x):
+        for loss in (F.cross_entropy, parallel_cross_entropy):
+            close(loss(logits, target), F.cross_entropy(x, target), "gathered")
+    legacy = F.cross_entropy(y, target, None, False)
+    with pytest.warns(UserWarning, match="size_average"):
+        want = F.cross_entropy(x, target, None, False)
+    close(legacy, want, "size_average")
+
+
+def test_whole_logits_go_to_torch():
+    """R6: a gathered tensor is plain, and its loss is not reduced over the ranks."""
+    run_ranks(gathered_logits, 2)
+
+
+def errors():
+    group = groups.model_group()
+    y = marked(randoms((3, 5), 1), 1, ranges_of_lengths([5, 0]))
+    rows = marked(randoms((3, 5), 1), 0, balanced_ranges(3, 2))
+    packed = ranges_of([Segment("x")] * 2, {"x": Axis(2)}, 2)
+    good = torch.tensor([0, 1, 2])
+    wrong = [
+        (TargetError, y, torch.tensor([0, 5, 1]), {}),
+        (TargetError, y, torch.tensor([0, -3, 1]), {"ignore_index": 2}),
+        (IndexError, y, torch.tensor([0, -100, 1]), {"ignore_index": 2}),
+        (ShapeError, y, good[:2], {}),
+        (ShapeError, y, good, {"weight": torch.ones(3)}),
+        (LayoutError, y, good, {"weight": torch.ones(5, requires_grad=True)}),
+        (LayoutError, y, good, {"reduction": "average"}),
+        (LayoutError, y, good, {"label_smoothing": 1.5}),
+        (ShardedOpError, rows, good, {}),
+        (ShardedOpError, marked(randoms((3, 4), 1), 1, packed), good, {}),
+        (ShardedOpError, y, randoms((3, 5), 2), {}),
+    ]
+    found = []
+    for kind, logits, target, options in wrong:
+        with pytest.raises(kind) as error:
+            parallel_cross_entropy(logits, target, **options)
+        found.append(str(error.value))
+    assert group.size == 2
+    return found
+
+
+REMEDY = (
+    "Call torchshard.distributed.gather(x) first for the whole tensor, or x.to_local() to"
+    " work on this rank's shard alone."
+)
+
+
+def test_errors_are_alike_on_all_ranks():
+    """R16, T37: wrong targets, shapes and options raise before the collective, everywhere."""
+    found = run_ranks(errors, 2, timeout_s=20)
+    assert found[0] == found[1]
+    assert found[0] == [
+        "target holds 5, which is out of range. Expected indices from 0 to 4, or"
+        " ignore_index=-100.",
+        "target holds -3, which is out of range. Expected indices from 0 to 4, or"
+        " ignore_index=2.",
+        "target holds -100, which is out of range. Expected indices from 0 to 4, or"
+        " ignore_index=2.",
+        "target has shape (2,); logits of whole shape (3, 5) need (3,).",
+        "weight has shape (3,); expected one weight for each of the 5 classes, whole on"
+        " every rank.",
+        "weight requires grad, and cross-entropy has no gradient for it. Pass"
+        " weight.detach().",
+        "reduction='average' is unknown. Expected none, mean or sum.",
+        "label_smoothing=1.5 is out of range. Expected 0 to 1.",
+        "cross_entropy: dim 0 of this tensor, 3 indices, is spread over 2 ranks, and"
+        f" cross_entropy needs the classes, dim 1, sharded. {REMEDY}",
+        "cross_entropy: dim 1 of this tensor, 4 indices, is spread over 2 ranks, and"
+        f" cross_entropy needs the classes, dim 1, sharded. {REMEDY}",
+        "cross_entropy: dim 1 of this tensor, 5 indices, is spread over 2 ranks, and"
+        f" cross_entropy has no rule for probability targets. {REMEDY}",
+    ]
+
+
+def lost_marks():
+    x, target = randoms((4, 6), 1), torch.tensor([0, 5, 2, 3])
+    y = marked(x, 1, balanced_ranges(6, 2))
+    want = F.cross_entropy(x, target)
+    for name, logits in {
+        "times": y * 1,
+        "view": y.view(4, -1),
+        "clone": y.clone(),
+        "dtype": y.float().double(),
+        "transposed twice": y.t().t(),
+    }.items():
+        assert isinstance(logits, ShardedTensor)
+        close(nn.CrossEntropyLoss()(logits, target), want, name, 1e-6)
+    with pytest.raises(ShardedOpError):
+        F.nll_loss(y.log_softmax(1), target)
+
+
+def test_the_loss_finds_the_mark_after_other_operations():
+    """R5: logits that were scaled, viewed, cloned or cast give the dense loss."""
+    run_ranks(lost_marks, 2)
