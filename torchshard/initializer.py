@@ -69,8 +69,7 @@ class StreamInitializer(Initializer):
         for start, stop in _chunks(math.prod(part.shape)):
             buffer = torch.empty(stop - start, dtype=shard.dtype)
             self.draw(buffer)
-            for row, place, source, length in _kept(part, start, stop):
-                rows[row, place : place + length] = buffer[source : source + length]
+            _keep(rows, buffer, part, start)
         shard.copy_(drawn)
 
 
@@ -85,22 +84,36 @@ def _chunks(num_elements: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _kept(part: Part, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (row, place in the shard's row, place in the chunk, length) of what is kept.
+def _keep(rows: Tensor, buffer: Tensor, part: Part, start: int) -> None:
+    """Copy into `rows` what `buffer`, drawn from flat position `start`, has for the shard.
 
-    A row is everything behind the dims in front of the sharded one; flat positions of the
-    whole tensor run through `start ... stop` in this chunk.
+    A row is everything behind the dims in front of the sharded one.
     """
     behind = math.prod(part.shape[part.dim + 1 :])
     width = part.shape[part.dim] * behind
-    for row in range(start // width, (stop - 1) // width + 1):
-        place = 0
+    offset = 0
+    for row, num_rows, low, high in _blocks(start, start + len(buffer), width):
+        length = num_rows * (high - low)
+        block = buffer[offset : offset + length].view(num_rows, high - low)
+        offset, place = offset + length, 0
         for first, last in part.bounds:
-            begin, end = row * width + first * behind, row * width + last * behind
-            low, high = max(begin, start), min(end, stop)
-            if low < high:
-                yield row, place + low - begin, low - start, high - low
-            place += end - begin
+            begin, end = max(first * behind, low), min(last * behind, high)
+            if begin < end:
+                column = place + begin - first * behind
+                target = rows[row : row + num_rows, column : column + end - begin]
+                target.copy_(block[:, begin - low : end - low])
+            place += (last - first) * behind
+
+
+def _blocks(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (row, number of rows, first column, end column): part of a row, or whole rows."""
+    while start < stop:
+        row, low = divmod(start, width)
+        whole_rows = 0 if low else (stop - start) // width
+        high = width if whole_rows else min(width, low + stop - start)
+        num_rows = whole_rows or 1
+        yield row, num_rows, low, high
+        start += num_rows * (high - low)
 
 
 @dataclass(frozen=True)

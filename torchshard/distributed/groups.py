@@ -43,6 +43,9 @@ class ShardGroup:
         self.size = 1 if process_group is None else process_group.size()
         self.rank = 0 if process_group is None else process_group.rank()
 
+    def __copy__(self) -> ShardGroup:
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
         return self
 

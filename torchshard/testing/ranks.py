@@ -66,16 +66,16 @@ def run_ranks(
         place = (str(Path(folder) / "rendezvous"), world_size, group_size, timeout_s)
         pipes: list[Connection] = []
         processes: list[BaseProcess] = []
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(sender, rank, place, call), daemon=True
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
         try:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank_main, args=(sender, rank, place, call), daemon=True
+                )
+                process.start()
+                sender.close()
+                pipes.append(receiver)
+                processes.append(process)
             return _results(pipes, processes, body.__name__, timeout_s)
         finally:
             _kill(processes)
@@ -111,6 +111,8 @@ def _rank_main(
     except BaseException:
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
     sender.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
     # A group whose peer is gone may not shut down cleanly; the kernel can.
     os._exit(0)
 
