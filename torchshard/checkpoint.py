@@ -7,6 +7,7 @@ equal chunks that a DTensor placement alone describes.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torchshard.distributed.groups import ShardGroup
 from torchshard.layout import Ranges, Shard
@@ -53,18 +55,31 @@ def _as_dtensor(
 ) -> DTensor:
     """Return `shard` as a DTensor whose chunks are this rank's ranges of `dim`."""
     chunks, offsets, place = [], [], 0
-    for start, stop in ranges.per_rank[group.rank]:
+    for start, stop in _chunk_bounds(ranges, group.rank):
         chunks.append(shard.narrow(dim, place, stop - start))
         offsets.append(tuple(start if d == dim else 0 for d in range(shard.dim())))
         place += stop - start
+    local = LocalShardsWrapper(chunks, offsets)
+    if not chunks:
+        # torch describes no chunks as one, 0 x 0, whatever the number of dims (torch 2.13).
+        local.storage_metadata().chunks.clear()
     shape = list(shard.shape)
     shape[dim] = ranges.size
     whole = shard.new_empty(shape, device="meta")
-    return DTensor.from_local(
-        LocalShardsWrapper(chunks, offsets),
-        mesh,
-        [ShardPlacement(dim)],
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    # Not DTensor.from_local, which views the chunks as one tensor: only some can be.
+    spec = DTensorSpec(mesh, (ShardPlacement(dim),), meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call] # torch's
+
+
+def _chunk_bounds(ranges: Ranges, rank: int) -> list[tuple[int, int]]:
+    """Return the ranges of `rank`, cut wherever a range of any rank begins or ends.
+
+    Chunks of different ranks are then equal or disjoint; equal ones are written once.
+    """
+    cuts = {bound for part in ranges.per_rank for pair in part for bound in pair}
+    bounds = []
+    for start, stop in ranges.per_rank[rank]:
+        edges = sorted(cut for cut in cuts if start <= cut <= stop)
+        bounds += list(itertools.pairwise(edges))
+    return bounds

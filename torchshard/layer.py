@@ -12,6 +12,7 @@ The declarations live on the module, keyed by parameter name; the parameters are
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,10 +118,12 @@ class ParallelLayer(nn.Module, ABC):
             dtype: As for torch.nn layers.
 
         Raises:
-            LayoutError: If a parameter's segments do not add up to its shape.
+            LayoutError: If a parameter's segments do not add up to its shape, or `inputs`
+                does not name the first arguments of `local_forward`.
         """
         self._axes, self._inputs, self._output = dict(axes), dict(inputs), output
         self._gather_output = gather_output
+        self._expect_input_names()
         buffers = buffers or {}
         for name, spec in [*parameters.items(), *buffers.items()]:
             tensor = (
@@ -129,20 +132,42 @@ class ParallelLayer(nn.Module, ABC):
             self._register(name, tensor, is_buffer=name in buffers)
         self.reset_parameters()
 
+    def _expect_input_names(self) -> None:
+        """Check that inputs given by position and by keyword find the same layout."""
+        taken = [
+            parameter.name
+            for parameter in inspect.signature(self.local_forward).parameters.values()
+            if parameter.kind
+            in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        if list(self._inputs) != taken[: len(self._inputs)]:
+            raise LayoutError(
+                f"inputs declares {list(self._inputs)}, but local_forward of"
+                f" {type(self).__name__} takes {taken}. Expected the names of its first"
+                " arguments, in their order."
+            )
+
     def _allocated(
         self, name: str, spec: ParameterSpec, device: Any, dtype: torch.dtype | None
     ) -> Tensor:
         self._specs[name] = spec
-        shape = list(spec.shape)
         ranges = self.ranges_of(name)
         if ranges is not None and isinstance(spec.layout, Shard):
-            if ranges.size != shape[spec.layout.dim]:
+            dim, num_dims = spec.layout.dim, len(spec.shape)
+            if not -num_dims <= dim < num_dims or ranges.size != spec.shape[dim]:
                 raise LayoutError(
                     f"{name} is declared with shape {spec.shape}, but the segments of its"
-                    f" dim {spec.layout.dim} add up to {ranges.size}."
+                    f" dim {dim} add up to {ranges.size}."
                 )
+        return torch.empty(self.own_shape(name), device=device, dtype=dtype)
+
+    def own_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of this rank's part of the named parameter or buffer."""
+        spec, ranges = self._specs[name], self.ranges_of(name)
+        shape = list(spec.shape)
+        if ranges is not None and isinstance(spec.layout, Shard):
             shape[spec.layout.dim] = ranges.length(self.group.rank)
-        return torch.empty(shape, device=device, dtype=dtype)
+        return tuple(shape)
 
     def _register(self, name: str, tensor: Tensor | None, is_buffer: bool) -> None:
         *path, leaf = name.split(".")
@@ -252,41 +277,79 @@ class ParallelLayer(nn.Module, ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Move the inputs into their layouts, compute locally, and move the output out."""
-        entered: list[tuple[Tensor, Layout, Tensor]] = []
         names = list(self._inputs)
-        for name in names[: len(args)]:
-            place = names.index(name)
-            moved = self._enter(name, args[place], entered)
-            args = (*args[:place], moved, *args[place + 1 :])
-        for name in names[len(args) :]:
-            if name in kwargs:
-                kwargs[name] = self._enter(name, kwargs[name], entered)
-        output = self.local_forward(*args, **kwargs)
+        given = dict(zip(names, args, strict=False))
+        given |= {name: kwargs[name] for name in names[len(args) :] if name in kwargs}
+        # All are checked before the first is moved, which may take a collective.
+        for name, x in given.items():
+            if isinstance(x, Tensor):
+                self._expect_fit(name, x, self._inputs[name])
+        moved = self._entered(given)
+        args = (*(moved.pop(name) for name in names[: len(args)]), *args[len(names) :])
+        output = self.local_forward(*args, **{**kwargs, **moved})
         if isinstance(self._output, tuple):
             pairs = zip(output, self._output, strict=True)
             return self.finish(tuple(self._leave(y, layout) for y, layout in pairs))
         return self.finish(self._leave(output, self._output))
 
-    def _enter(
-        self, name: str, x: Any, entered: list[tuple[Tensor, Layout, Tensor]]
-    ) -> Any:
-        """Return `x` in its declared layout; a tensor given twice is moved once."""
+    def _entered(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs in their declared layouts; a tensor given twice is moved once."""
+        moved: dict[str, Any] = {}
+        for name, x in given.items():
+            layout = self._inputs[name]
+            for earlier in moved:
+                if given[earlier] is x and self._inputs[earlier] == layout:
+                    moved[name] = moved[earlier]
+                    break
+            else:
+                moved[name] = self._enter(x, layout)
+        return moved
+
+    def _enter(self, x: Any, layout: Layout) -> Any:
         if not isinstance(x, Tensor):
             return x
-        layout = self._inputs[name]
+        if isinstance(layout, Shard):
+            if isinstance(x, ShardedTensor):
+                return x.to_local()
+            dim, ranges = layout.dim % x.dim(), self._ranges(layout)
+            return ops.scatter(x, dim, ranges=ranges, group=self.group)
+        # Where all ranks compute the same, the gradient is whole and must not be summed.
+        is_spread = bool(self._axes) and self.group.size > 1
+        if isinstance(x, ShardedTensor):
+            return whole(x, "shards" if is_spread else "whole")
+        return ops.copy(x, self.group) if is_spread and x.requires_grad else x
+
+    def _expect_fit(self, name: str, x: Tensor, layout: Layout) -> None:
         self._expect_size(name, x, layout)
-        for seen, seen_layout, moved in entered:
-            if seen is x and seen_layout == layout:
-                return moved
-        move = self._enter_shard if isinstance(layout, Shard) else self._enter_whole
-        entered.append((x, layout, move(name, x, layout)))
-        return entered[-1][2]
+        if not isinstance(x, ShardedTensor):
+            return
+        held, kind = x.sharding, type(self).__name__
+        if isinstance(layout, Shard):
+            dim, ranges = layout.dim % x.dim(), self._ranges(layout)
+            if (held.dim, held.ranges) != (dim, ranges):
+                raise ShapeError(
+                    f"{name} is sharded on dim {held.dim} as {held.ranges.lengths};"
+                    f" {kind} takes it sharded on dim {dim} as {ranges.lengths}. Pass"
+                    f" torchshard.distributed.gather({name}), the whole tensor, and the"
+                    " layer will take its part."
+                )
+        elif not self._axes or self.group.size == 1:
+            return
+        if held.group != self.group:
+            raise ShapeError(
+                f"{name} is sharded over another group than that of {kind}. Pass"
+                f" torchshard.distributed.gather({name}), the whole tensor."
+            )
 
     def _expect_size(self, name: str, x: Tensor, layout: Layout) -> None:
         if isinstance(layout, Shard):
             dim, size = layout.dim, self._ranges(layout).size
-        elif isinstance(layout, Whole) and layout.dim is not None:
-            dim, size = layout.dim, layout.size or 0
+        elif (
+            isinstance(layout, Whole)
+            and layout.dim is not None
+            and layout.size is not None
+        ):
+            dim, size = layout.dim, layout.size
         else:
             return
         shape = whole_shape(x)
@@ -310,32 +373,19 @@ class ParallelLayer(nn.Module, ABC):
             f" ShardedTensor.from_local({name}, dim={dim})."
         )
 
-    def _enter_whole(self, name: str, x: Tensor, layout: Layout) -> Tensor:
-        if isinstance(x, ShardedTensor):
-            return whole(x, "shards" if self._axes else "whole")
-        return ops.copy(x, self.group) if self._axes and x.requires_grad else x
-
-    def _enter_shard(self, name: str, x: Tensor, layout: Layout) -> Tensor:
-        layout = cast(Shard, layout)
-        sharding = Sharding(layout.dim % x.dim(), self._ranges(layout), self.group)
-        if not isinstance(x, ShardedTensor):
-            dim, ranges = sharding.dim, sharding.ranges
-            return ops.scatter(x, dim, ranges=ranges, group=self.group)
-        if x.sharding != sharding:
-            raise ShapeError(
-                f"{name} is sharded on dim {x.sharding.dim} as {x.sharding.ranges.lengths};"
-                f" {type(self).__name__} takes it sharded on dim {sharding.dim} as"
-                f" {sharding.ranges.lengths}. Pass torchshard.distributed.gather({name}),"
-                " the whole tensor, and the layer will take its part."
-            )
-        return x.to_local()
-
     def _leave(self, output: Any, layout: Layout) -> Any:
         if output is None or isinstance(layout, Whole):
             return output
         if isinstance(layout, Partial):
             return ops.reduce(output, self.group)
         sharding = Sharding(layout.dim % output.dim(), self._ranges(layout), self.group)
+        if output.shape[sharding.dim] != sharding.length:
+            raise ShapeError(
+                f"local_forward of {type(self).__name__} returned shape"
+                f" {tuple(output.shape)}; its output is declared as a shard, of which rank"
+                f" {self.group.rank} of {self.group.size} holds {sharding.length} in dim"
+                f" {sharding.dim}."
+            )
         marked = mark(output, sharding)
         return whole(marked) if self._gather_output else marked
 
@@ -355,23 +405,26 @@ class ParallelLayer(nn.Module, ABC):
         Args:
             key: The tensor's key in its state dict, for the error.
             name: The parameter's or buffer's dotted name in this layer.
-            value: A tensor of the whole shape or the local one, or a whole-shaped DTensor.
+            value: A tensor of the whole shape or the local one, or a whole-shaped DTensor,
+                `torchshard.checkpoint.sharded_state_dict`'s included.
 
         Raises:
             StateError: If `value` has neither shape.
         """
-        own_shape, spec = self.tensor_of(name).shape, self._specs[name]
-        value = _without_dtensor(value)
+        own_shape, spec = self.own_shape(name), self._specs[name]
+        ranges = self.ranges_of(name)
+        value = _without_dtensor(value, spec.layout, own_shape)
         if value.shape == own_shape:
             return value
-        ranges = self.ranges_of(name)
         if ranges is None or value.shape != spec.shape:
             raise StateError(
                 f"{key} has shape {tuple(value.shape)} in the state dict. Expected the"
-                f" whole {spec.shape} or rank {self.group.rank}'s shard {tuple(own_shape)}."
+                f" whole {spec.shape} or rank {self.group.rank}'s shard {own_shape}."
             )
         layout = cast(Shard, spec.layout)
-        return collectives.own_shard(value, layout.dim, ranges, self.group)
+        own = collectives.own_shard(value, layout.dim, ranges, self.group)
+        # A view would keep the whole tensor alive, and torch.save would write all of it.
+        return own.clone(memory_format=torch.contiguous_format)
 
     def extra_repr(self) -> str:
         """Return the sharding of each parameter, for `print(model)`."""
@@ -382,8 +435,20 @@ class ParallelLayer(nn.Module, ABC):
         return ", ".join(parts)
 
 
-def _without_dtensor(value: Tensor) -> Tensor:
-    """Return a DTensor as a whole plain tensor; a plain one as it is."""
+def _without_dtensor(
+    value: Tensor, layout: Whole | Shard, own_shape: tuple[int, ...]
+) -> Tensor:
+    """Return a DTensor as a plain tensor: whole, or the shard if it is a list of chunks."""
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():
+        local = value.to_local()
+    if isinstance(local, LocalShardsWrapper) and isinstance(layout, Shard):
+        chunks = local.local_shards()
+        if not chunks:
+            return torch.empty(own_shape, dtype=value.dtype, device=value.device)
+        return torch.cat(chunks, layout.dim)
+    return value.full_tensor()

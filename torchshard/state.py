@@ -7,6 +7,7 @@ tensors. These functions go between the two for a whole model: `collect_state_di
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -14,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchshard.distributed import collectives
-from torchshard.distributed.groups import ShardGroup
-from torchshard.errors import StateError
+from torchshard.distributed.groups import ShardGroup, model_group
+from torchshard.errors import GroupError, StateError
 from torchshard.layer import ParallelLayer
 from torchshard.layout import Shard
 
@@ -68,7 +69,9 @@ def collect_state_dict(
         A new dict. Whole tensors are those of `state_dict`, detached.
 
     Raises:
-        StateError: If a sharded parameter's key is missing from `state_dict`.
+        StateError: If a sharded parameter's key is missing from `state_dict`, or is not this
+            rank's shard there.
+        GroupError: If `dst` is no rank of the group.
     """
     if state_dict is None:
         state_dict = model.state_dict(prefix=prefix)
@@ -79,21 +82,55 @@ def collect_state_dict(
             f"state_dict lacks {missing}, which the model holds in shards. Pass the model's"
             f" own state_dict(prefix={prefix!r}), and the same prefix."
         )
-    collected: dict[str, Any] = {}
+    _expect_shards(state_dict, owners)
+    is_destination = _is_destination(dst, group_of(model))
+    collected = _like(state_dict)
     for key, value in state_dict.items():
+        if isinstance(value, Tensor):
+            value = value.detach()
         if key in owners:
-            value = gathered(value.detach(), *owners[key])
-        if dst is None:
-            collected[key] = value
-        elif _is_destination(model, dst):
-            collected[key] = value.cpu() if isinstance(value, Tensor) else value
+            value = gathered(value, *owners[key])
+        if is_destination:
+            on_cpu = dst is not None and isinstance(value, Tensor)
+            collected[key] = value.cpu() if on_cpu else value
     return collected
 
 
-def _is_destination(model: nn.Module, dst: int) -> bool:
+def _expect_shards(
+    state_dict: Mapping[str, Any], owners: Mapping[str, tuple[ParallelLayer, str]]
+) -> None:
+    for key, (layer, name) in owners.items():
+        shape, own_shape = tuple(state_dict[key].shape), layer.own_shape(name)
+        if shape != own_shape:
+            raise StateError(
+                f"{key} has shape {shape} in state_dict. Expected rank {layer.group.rank}'s"
+                f" shard {own_shape} of the whole {layer.specs[name].shape}."
+            )
+
+
+def _is_destination(dst: int | None, group: ShardGroup) -> bool:
+    if dst is not None and not 0 <= dst < group.size:
+        raise GroupError(
+            f"dst={dst} is no rank of the group. Expected 0 to {group.size - 1}, or None for"
+            " all of them."
+        )
+    return dst is None or dst == group.rank
+
+
+def _like(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an empty state dict that names the same versions of the modules."""
+    empty: dict[str, Any] = OrderedDict()
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        empty._metadata = metadata  # type: ignore[attr-defined] # as torch's own has it
+    return empty
+
+
+def group_of(model: nn.Module) -> ShardGroup:
+    """Return the group over which `model` is sharded; the model group if it is not."""
     layers = (module for module in model.modules() if isinstance(module, ParallelLayer))
-    layer = next(layers, None)
-    return layer is None or layer.group.rank == dst
+    groups = [layer.group for layer in layers if layer.group.size > 1]
+    return groups[0] if groups else model_group()
 
 
 def relocate_state_dict(
@@ -109,11 +146,17 @@ def relocate_state_dict(
 
     Raises:
         StateError: If rank 0 passes None too, or a tensor has neither its whole shape nor
-            that of this rank's shard.
+            that of this rank's shard. What is sent must be whole.
     """
+    group = group_of(model)
     owners = {key: (layer, name) for key, layer, name in sharded_entries(model, prefix)}
-    relocated: dict[str, Any] = {}
-    for key, value in _entries(model, state_dict):
+    device = _transport_device(model, group)
+    if _all_have(state_dict, group, device):
+        entries = iter(cast(Mapping[str, Any], state_dict).items())
+    else:
+        entries = _sent(state_dict or {}, owners, group, device)
+    relocated = _like(state_dict or {})
+    for key, value in entries:
         if key in owners:
             layer, name = owners[key]
             value = layer.own_state(key, name, value)
@@ -121,13 +164,18 @@ def relocate_state_dict(
     return relocated
 
 
-def _entries(
-    model: nn.Module, state_dict: Mapping[str, Any] | None
-) -> Iterator[tuple[str, Any]]:
-    """Yield the items of `state_dict`, or of rank 0's where some rank has none."""
-    layers = [module for module in model.modules() if isinstance(module, ParallelLayer)]
-    group = layers[0].group if layers else ShardGroup()
-    device = next((tensor.device for tensor in model.parameters()), None)
+def _transport_device(model: nn.Module, group: ShardGroup) -> torch.device:
+    """Return where tensors must lie to be sent; a model may still be on the meta device."""
+    devices = {tensor.device for tensor in model.parameters() if not tensor.is_meta}
+    if group.process_group is not None and not devices:
+        nccl = "nccl" in dist.get_backend(group.process_group)
+        return torch.device("cuda" if nccl else "cpu")
+    return next(iter(devices), torch.device("cpu"))
+
+
+def _all_have(
+    state_dict: Mapping[str, Any] | None, group: ShardGroup, device: torch.device
+) -> bool:
     mine = torch.tensor([state_dict is not None], dtype=torch.int32, device=device)
     have = collectives.stack(mine, group).flatten().tolist()
     if not have[0]:
@@ -135,14 +183,14 @@ def _entries(
             "Rank 0 of the group passed state_dict=None. Expected the whole state on rank 0"
             " at least; the other ranks may pass None."
         )
-    if all(have):
-        yield from cast(Mapping[str, Any], state_dict).items()
-    else:
-        yield from _sent(state_dict or {}, group, device)
+    return all(have)
 
 
 def _sent(
-    state_dict: Mapping[str, Any], group: ShardGroup, device: torch.device | None
+    state_dict: Mapping[str, Any],
+    owners: Mapping[str, tuple[ParallelLayer, str]],
+    group: ShardGroup,
+    device: torch.device,
 ) -> Iterator[tuple[str, Any]]:
     """Yield the items of rank 0's `state_dict`, each sent to the others when asked for."""
     described = [
@@ -152,6 +200,7 @@ def _sent(
         }
     ]
     dist.broadcast_object_list(described, group=group.process_group, group_src=0)
+    _expect_whole(described[0], owners)
     for key, value in described[0].items():
         if isinstance(value, Tensor):
             own = (
@@ -161,3 +210,17 @@ def _sent(
             )
             value = collectives.broadcast(own.detach().to(device), group)
         yield key, value
+
+
+def _expect_whole(
+    described: Mapping[str, Any], owners: Mapping[str, tuple[ParallelLayer, str]]
+) -> None:
+    """Check, before the first tensor is sent, that rank 0 has no shards of its own in it."""
+    for key in sorted(described.keys() & owners.keys()):
+        layer, name = owners[key]
+        shape, expected = tuple(described[key].shape), layer.specs[name].shape
+        if shape != expected:
+            raise StateError(
+                f"{key} has shape {shape} in rank 0's state dict. Expected the whole"
+                f" {expected}, of which each rank is sent its part."
+            )

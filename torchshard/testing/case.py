@@ -86,7 +86,7 @@ class Case:
     collectives: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        given = [repr(arg) for arg in self.args]
+        given = [_brief(arg) for arg in self.args]
         named = {**self.options, **self.sharding}.items()
         given += [f"{key}={_brief(value)}" for key, value in named]
         fed = [_brief(x) for x in self.inputs]
@@ -123,11 +123,15 @@ class Feed:
     keywords: dict[str, Any]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The inputs that are tensors."""
+        values = [*self.args, *self.keywords.values()]
+        return [value for value in values if isinstance(value, Tensor)]
+
+    @property
     def leaves(self) -> list[Tensor]:
         """The inputs whose gradient is checked."""
-        values = [*self.args, *self.keywords.values()]
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        return [tensor for tensor in tensors if tensor.requires_grad]
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
 
     def into(self, layer: nn.Module) -> Any:
         """Return `layer`'s output for the inputs, whole."""
@@ -150,7 +154,7 @@ def _drawn(value: Any, generator: torch.Generator, dtype: torch.dtype) -> Any:
     if isinstance(value, RandomInput):
         return value.draw(generator, dtype)
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value.clone()
+        return value.to(dtype if value.is_floating_point() else value.dtype, copy=True)
     return value
 
 

@@ -19,10 +19,10 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torchshard.distributed import collectives
-from torchshard.distributed.groups import model_group
+from torchshard.distributed.groups import ShardGroup, model_group
 from torchshard.errors import CheckError
 from torchshard.layer import ParallelLayer
-from torchshard.state import collect_state_dict, gathered
+from torchshard.state import collect_state_dict, gathered, sharded_entries
 from torchshard.tensor import whole
 from torchshard.testing.case import Case, Feed
 
@@ -74,8 +74,6 @@ def check_cases(cases: Sequence[Case], compiled: bool = False) -> list[list[Chec
 
 def _initial_values(case: Case) -> float:
     """The same seed gives the dense layer's values and leaves the same random stream."""
-    if case.dense is None:
-        return 0.0
     torch.manual_seed(11)
     dense = case.build_dense()
     after = torch.get_rng_state()
@@ -100,10 +98,12 @@ def _whole_parameters_alike(case: Case) -> float:
 
 
 def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what the sharded layers hold whole, declared or not."""
     for layer in _layers(model):
-        for name in layer.specs:
-            if layer.ranges_of(name) is None:
-                yield name, layer.tensor_of(name)
+        sharded = {key for key, _, _ in sharded_entries(layer)}
+        for name, tensor in layer.state_dict().items():
+            if name not in sharded:
+                yield name, tensor
 
 
 def _state(case: Case) -> float:
@@ -119,11 +119,11 @@ def _state(case: Case) -> float:
 
 def _meta_device(case: Case) -> float:
     """Built on the meta device and reset, the layer has the values of a usual one."""
-    if not any(True for _ in _layers(case.build())) or not _takes_device(case):
+    if not isinstance(case.build(), ParallelLayer) or not _takes_device(case):
         return 0.0
-    late = case.build(device="meta").to_empty(device="cpu")
+    late = cast(ParallelLayer, case.build(device="meta").to_empty(device="cpu"))
     torch.manual_seed(12)
-    cast(ParallelLayer, late).reset_parameters()
+    late.reset_parameters()
     torch.manual_seed(12)
     usual = case.build()
     return _same_tensors(dict(late.state_dict()), dict(usual.state_dict()), 0.0)
@@ -145,14 +145,14 @@ def _output_and_gradients(case: Case) -> float:
 
 def _trained_alike(case: Case, layer: nn.Module, dense: nn.Module) -> float:
     feed, dense_feed = case.draw(torch.float64), case.draw(torch.float64)
-    before = [leaf.detach().clone() for leaf in feed.leaves]
+    before = [tensor.detach().clone() for tensor in feed.tensors]
     output, dense_output = feed.into_sharded(layer), dense_feed.into(dense)
     worst = _same_outputs(output, dense_output)
     _backward(output)
     _backward(dense_output)
     worst = max(worst, _same_input_grads(feed, dense_feed))
-    for leaf, value in zip(feed.leaves, before, strict=True):
-        _same("the caller's input", leaf, value, 0.0)
+    for tensor, value in zip(feed.tensors, before, strict=True):
+        _same("the caller's input after the call", tensor, value, 0.0)
     return max(worst, _same_parameter_grads(layer, dense))
 
 
@@ -202,9 +202,11 @@ def _same_input_grads(feed: Feed, dense_feed: Feed) -> float:
 
 
 def _same_parameter_grads(layer: nn.Module, dense: nn.Module) -> float:
-    expected = dict(dense.named_parameters())
+    expected = dict(dense.named_parameters(remove_duplicate=False))
     worst = 0.0
     for key, grad in _whole_grads(layer):
+        if key not in expected:
+            raise CheckError(f"the dense layer has no parameter {key}")
         worst = max(
             worst, _same(f"gradient of {key}", grad, expected[key].grad, TOLERANCE)
         )
@@ -213,22 +215,40 @@ def _same_parameter_grads(layer: nn.Module, dense: nn.Module) -> float:
 
 def _whole_grads(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     """Yield each parameter's gradient in full layout. Collective, so alike on all ranks."""
-    for path, module in model.named_modules():
-        if isinstance(module, ParallelLayer):
-            for name in module.specs:
-                tensor = module.tensor_of(name)
-                if isinstance(tensor, nn.Parameter):
-                    key = f"{path}.{name}" if path else name
-                    yield key, _whole_grad(tensor, module, name)
+    owners = {key: (layer, name) for key, layer, name in sharded_entries(model)}
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        layer, name = owners.get(key, (None, ""))
+        group = model_group() if layer is None else layer.group
+        if not _is_trained(key, parameter, group):
+            yield key, None
+        elif layer is None:
+            yield key, parameter.grad
+        else:
+            yield key, gathered(_own_grad(parameter), layer, name)
 
 
-def _whole_grad(tensor: Tensor, layer: ParallelLayer, name: str) -> Tensor | None:
-    """Return the gradient, zeros where only some ranks have none."""
-    has_grad = torch.tensor(float(tensor.grad is not None))
-    if not collectives.all_reduce(has_grad, layer.group, "max"):
-        return None
-    grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-    return gathered(_dense_grad(grad), layer, name)
+def _is_trained(key: str, parameter: Tensor, group: ShardGroup) -> bool:
+    """Return whether the parameter has a gradient: on all ranks or on none.
+
+    An optimizer skips what has none, so that such a rank's replica, or shard, would go
+    another way under weight decay and momentum. An empty shard has nothing to lose.
+    """
+    has, is_empty = parameter.grad is not None, parameter.numel() == 0
+    flags = torch.tensor([has, has or is_empty], dtype=torch.int32)
+    have, may = collectives.stack(flags, group).bool().unbind(1)
+    if have.any() and not may.all():
+        without = [rank for rank, good in enumerate(may.tolist()) if not good]
+        raise CheckError(
+            f"gradient of {key} is missing on rank {', '.join(map(str, without))}, while"
+            " other ranks have it"
+        )
+    return bool(have.any())
+
+
+def _own_grad(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return _dense_grad(parameter.grad)
 
 
 def _dense_grad(grad: Tensor) -> Tensor:
@@ -276,15 +296,21 @@ def _frozen_parameters(case: Case) -> float:
 
 
 def _copies(case: Case) -> float:
-    """A deep copy and a pickled layer compute and train like the layer itself."""
-    layer, dense = _twins(case)
-    worst = _trained_alike(case, copy.deepcopy(layer), dense)
+    """A deep copy and a pickled layer compute, train and collect like the layer itself."""
+    worst = 0.0
+    for duplicate in (copy.deepcopy, _pickled):
+        layer, dense = _twins(case)
+        copied = duplicate(layer)
+        worst = max(worst, _trained_alike(case, copied, dense))
+        worst = max(worst, _same_state(copied, dense, TOLERANCE))
+    return worst
+
+
+def _pickled(layer: nn.Module) -> nn.Module:
     stream = io.BytesIO()
     torch.save(layer, stream)
     stream.seek(0)
-    _, dense = _twins(case)
-    pickled = torch.load(stream, weights_only=False)
-    return max(worst, _trained_alike(case, pickled, dense))
+    return cast(nn.Module, torch.load(stream, weights_only=False))
 
 
 def _autocast(case: Case) -> float:
@@ -442,7 +468,9 @@ def _same(
             f" {tuple(theirs.shape)}"
         )
     both_nan = mine.isnan() & theirs.isnan()
-    gap = torch.where(both_nan | (mine == theirs), 0.0, (mine - theirs).abs().double())
+    wide = torch.promote_types(mine.dtype, torch.float64)
+    gap = (mine.to(wide) - theirs.to(wide)).abs()
+    gap = torch.where(both_nan | (mine == theirs), 0.0, gap)
     worst = gap.max().item() if gap.numel() else 0.0
     if not worst <= tolerance:
         place = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
