@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchshard.distributed.agreement import expect_same_call
 from torchshard.distributed.groups import ShardGroup
 from torchshard.layout import Ranges
 
@@ -28,6 +29,7 @@ def all_reduce(x: Tensor, group: ShardGroup, op: ReduceOp = "sum") -> Tensor:
     """Return the sum (or maximum) of `x` over the ranks, on every rank."""
     if group.size == 1:
         return x
+    expect_same_call(f"all_reduce ({op})", x, group)
     result = x.clone(memory_format=torch.contiguous_format)
     reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     dist.all_reduce(result, op=reduce_op, group=group.process_group)
@@ -38,6 +40,7 @@ def broadcast(x: Tensor, group: ShardGroup, source: int = 0) -> Tensor:
     """Return rank `source`'s `x`, on every rank; `source` is a rank of the group."""
     if group.size == 1:
         return x
+    expect_same_call(f"broadcast from {source}", x, group)
     result = x.clone(memory_format=torch.contiguous_format)
     dist.broadcast(result, group=group.process_group, group_src=source)
     return result
@@ -47,6 +50,7 @@ def stack(x: Tensor, group: ShardGroup) -> Tensor:
     """Return every rank's `x`, of one shape everywhere, along a new first dim."""
     if group.size == 1:
         return x.unsqueeze(0)
+    expect_same_call("all_gather", x, group)
     rows = x.contiguous().reshape(1, -1)
     result = rows.new_empty(group.size, rows.shape[1])
     _all_gather_single(result, rows, group=group.process_group)
@@ -93,6 +97,7 @@ def reduce_scatter(x: Tensor, dim: int, ranges: Ranges, group: ShardGroup) -> Te
         return own_shard(x, dim, ranges, group)
     dim %= x.dim()
     rows = _rows_by_rank(x, dim, ranges)
+    expect_same_call("reduce_scatter", rows, group)
     result = rows.new_empty(rows[0].numel())
     _reduce_scatter_single(result, rows.flatten(), group=group.process_group)
     length = ranges.length(group.rank)
@@ -136,6 +141,7 @@ def all_to_all(
         for part in split_ranges.per_rank
     ]
     rows = torch.stack(sent)
+    expect_same_call("all_to_all", rows, group)
     received = torch.empty_like(rows)
     dist.all_to_all_single(received, rows, group=group.process_group)
     own = received.narrow(split_dim + 1, 0, split_ranges.length(group.rank))

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torchshard.distributed import collectives
+from torchshard.distributed.agreement import expect_whole
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import LayoutError, ShapeError
 from torchshard.layout import Ranges, balanced_ranges, ranges_of_lengths
@@ -211,7 +212,10 @@ def copy(x: Tensor, group: GroupLike = None) -> Tensor:
     Activations *and* parameters need it wherever a whole tensor meets a shard.
     """
     group = resolve_group(group)
-    return x if group.size == 1 else cast(Tensor, _Copy.apply(x, group))
+    if group.size == 1:
+        return x
+    expect_whole("copy", x, group)
+    return cast(Tensor, _Copy.apply(x, group))
 
 
 @_for_plain
@@ -274,6 +278,7 @@ def scatter(
     ranges = _split_of_whole(x, dim, ranges, group)
     if group.size == 1 and ranges.is_contiguous:
         return x
+    expect_whole("scatter", x, group)
     return cast(Tensor, _Scatter.apply(x, dim % x.dim(), ranges, group))
 
 

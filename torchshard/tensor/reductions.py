@@ -197,8 +197,10 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:
         ctx.sharding = sharding
-        shifted, denominator = _exponentials(x, sharding)
-        result = shifted.exp_().div_(denominator)
+        group, dim = sharding.group, sharding.dim
+        exponentials = (x - _highest(x, [dim], sharding)).exp_()
+        partial = exponentials.sum(dim, keepdim=True)
+        result = exponentials.div_(collectives.all_reduce(partial, group))
         ctx.save_for_backward(result)
         return result
 
@@ -215,8 +217,10 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:
         ctx.sharding = sharding
-        shifted, denominator = _exponentials(x, sharding)
-        result = shifted.sub_(denominator.log())
+        group, dim = sharding.group, sharding.dim
+        shifted = x - _highest(x, [dim], sharding)
+        partial = shifted.exp().sum(dim, keepdim=True)
+        result = shifted.sub_(collectives.all_reduce(partial, group).log())
         ctx.save_for_backward(result)
         return result
 
@@ -225,13 +229,6 @@ class _LogSoftmax(torch.autograd.Function):
         (result,) = ctx.saved_tensors
         partial = grad.sum(ctx.sharding.dim, keepdim=True)
         return grad - result.exp() * ops.total(partial, ctx.sharding.group), None
-
-
-def _exponentials(x: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
-    """Return `x - max` of this shard and the whole's sum of its exponentials."""
-    shifted = x - _highest(x, [sharding.dim], sharding)
-    partial = shifted.exp().sum(sharding.dim, keepdim=True)
-    return shifted, collectives.all_reduce(partial, sharding.group)
 
 
 @rule(["softmax", "log_softmax"])
