@@ -24,7 +24,7 @@ from torchshard.nn.functional import parallel_cross_entropy
 from torchshard.tensor import ShardedTensor
 from torchshard.testing.ranks import run_ranks
 
-WORLDS = [1, 2, 3, 4]
+WORLDS = [1, 2, 4]
 INF = float("inf")
 SHAPES = [(6, 7), (7,), (2, 7, 3), (2, 5, 2, 3), (3, 2), (0, 5)]
 

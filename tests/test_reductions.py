@@ -20,7 +20,7 @@ from torchshard.layout import (
 from torchshard.tensor import whole
 from torchshard.testing.ranks import run_ranks
 
-WORLDS = [1, 2, 3, 4]
+WORLDS = [2, 4]
 INF = float("inf")
 
 
@@ -79,7 +79,7 @@ def sums():
         same_as_dense(lambda x, d=dim: x.sum(d, True), place, f"positional on {name}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_sums_norms_and_extremes_match_dense(world_size):
     """Values and gradients over each dim, several and all, kept or dropped."""
     run_ranks(sums, world_size)
@@ -179,7 +179,7 @@ def inf_at_first(shape, value):
     return x
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_softmax_and_logsumexp_match_dense(world_size):
     """Over each dim, with large offsets, -inf, inf and nan entries: values and gradients."""
     run_ranks(softmaxes, world_size)

@@ -32,7 +32,7 @@ from torchshard.layout import (
 from torchshard.tensor import ShardedTensor, whole
 from torchshard.testing.ranks import run_ranks
 
-WORLDS = [1, 2, 3]  # three ranks have uneven and empty shards already
+WORLDS = [1, 3]  # three ranks have uneven and empty shards already
 
 
 def sweep(table):
