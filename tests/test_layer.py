@@ -79,7 +79,7 @@ def trained_alike(model, dense, *shape, hand=lambda x: x, seed=1):
 class DenseGain(nn.Module):
     def __init__(self, features):
         super().__init__()
-        self.gain = nn.Parameter(torch.randn(1))
+        self.gain = nn.Parameter(torch.randn(()))
         self.scale = nn.Parameter(torch.randn(features))
 
     def forward(self, input):
@@ -94,7 +94,7 @@ class Gain(ts.ParallelLayer):
         self.declare(
             axes={"features": ts.Axis(features)},
             parameters={
-                "gain": ts.ParameterSpec((1,), ts.Whole(), ts.Normal()),
+                "gain": ts.ParameterSpec((), ts.Whole(), ts.Normal()),
                 "scale": ts.ParameterSpec(
                     (features,), ts.Shard(0, "features"), ts.Normal()
                 ),

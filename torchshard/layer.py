@@ -256,14 +256,16 @@ class ParallelLayer(nn.Module, ABC):
             tensor = self.tensor_of(name)
             if tensor.is_meta:
                 continue
-            spec.init.fill(tensor, self._part(name))
+            # A number is filled as a tensor of one element.
+            spec.init.fill(tensor if spec.shape else tensor.view(1), self._part(name))
             if isinstance(spec.layout, Whole) and spec.init.is_random:
                 tensor.copy_(collectives.broadcast(tensor.detach(), self.group))
 
     def _part(self, name: str) -> Part:
         spec, ranges = self._specs[name], self.ranges_of(name)
         if ranges is None or not isinstance(spec.layout, Shard):
-            return Part(spec.shape, 0, ((0, spec.shape[0]),))
+            shape = spec.shape or (1,)
+            return Part(shape, 0, ((0, shape[0]),))
         dim = spec.layout.dim % len(spec.shape)
         return Part(spec.shape, dim, ranges.per_rank[self.group.rank])
 
