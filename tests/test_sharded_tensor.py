@@ -790,6 +790,81 @@ def test_marks_survive_compile_checkpoint_and_autocast(world_size):
     run_ranks(ways_to_run, world_size)
 
 
+def compiled_rules():
+    ranges = balanced_ranges(6, 2)
+    target = torch.tensor([0, 5, 2, 3])
+    functions = {
+        "softmax": lambda x: x.softmax(1).square().sum(),
+        "log_softmax": lambda x: (x.log_softmax(1) * 0.5).square().sum(),
+        "logsumexp": lambda x: x.logsumexp(1).sum(),
+        "cross_entropy": lambda x: F.cross_entropy(x, target, label_smoothing=0.1),
+        "mean": lambda x: x.mean(),
+        "vector_norm": torch.linalg.vector_norm,
+        "max": lambda x: x.max(1)[0].sum() + x.amax(1).sum(),
+        "argmax": lambda x: (x.argmax(1) * x.sum(1)).sum(),
+        "topk": lambda x: x.topk(2)[0].sum(),
+        "views": lambda x: x.view(4, 1, 6).transpose(0, 1)[:, :2].square().sum(),
+        "joins": lambda x: torch.cat([x, x * 2], 0).chunk(2)[1].sum(),
+        "casts": lambda x: x.float().type_as(x).sum(),
+        "T": lambda x: (x.T * x.mT.square()).sum() + x.T.size(0) + x.t().shape[0],
+        "sizes": lambda x: x.sum() * x.shape[1] * x.size(1) * x.numel() * len(x),
+        "binary": lambda x: (torch.max(x, 2 * x) + torch.min(x, x.square())).sum(),
+        "all": lambda x: x.max() - x.min(),
+        "whole operands": lambda x: (x * torch.ones(6) + x[:, None].sum(0)).sum(),
+    }
+
+    def every(x):
+        return torch.stack([function(x) for function in functions.values()])
+
+    step = torch.compile(
+        lambda x: every(marked(x, 1, ranges)), fullgraph=True, backend="aot_eager"
+    )
+    mine, dense = (randoms((4, 6), 1).requires_grad_() for _ in range(2))
+    values, expected = step(mine), every(dense)
+    cot = randoms(values.shape, 2)
+    values.backward(cot)
+    expected.backward(cot)
+    for name, value, want in zip(functions, values, expected, strict=True):
+        close(value.detach(), want.detach(), name, 1e-6)
+    close(mine.grad, dense.grad, "gradient", 1e-6)
+
+
+def test_rules_compile_into_one_graph():
+    """fullgraph=True: values and gradients of the compiled rules equal dense."""
+    run_ranks(compiled_rules, 2)
+
+
+def engine_calls():
+    ranges = balanced_ranges(6, 2)
+
+    def twice(y):
+        return F.gelu(y) * 2
+
+    mine, dense = (randoms((4, 6), 1).requires_grad_() for _ in range(2))
+    cot = randoms((4, 6), 2)
+    twice(dense).backward(cot)
+    y = checkpoint(twice, marked(mine, 1, ranges), use_reentrant=True)
+    assert isinstance(y, ShardedTensor)
+    y.backward(cot)
+    close(mine.grad, dense.grad, "reentrant checkpoint")
+    leaf = marked(mine.detach(), 1, ranges).requires_grad_()
+    for given in (cot, marked(cot, 1, ranges), [cot]):
+        (grad,) = torch.autograd.grad(twice(leaf), leaf, given)
+        assert isinstance(grad, ShardedTensor)
+        close(whole(grad), dense.grad, "autograd.grad")
+    (grad,) = torch.autograd.grad([twice(leaf).sum()], [leaf])
+    assert grad.sharding == leaf.sharding
+    torch.autograd.backward(
+        [twice(leaf), leaf.sum()], [cot, torch.tensor(1.0).double()]
+    )
+    close(whole(leaf.grad), dense.grad + 1, "autograd.backward")
+
+
+def test_the_autograd_engine_takes_shards():
+    """backward, grad and reentrant checkpoints take whole or marked gradients."""
+    run_ranks(engine_calls, 2)
+
+
 def through_ddp():
     class TwoOutputs(nn.Module):
         def __init__(self):

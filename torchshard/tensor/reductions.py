@@ -17,6 +17,7 @@ from torch import Tensor
 from torchshard.distributed import collectives, ops
 from torchshard.layout import Ranges, ranges_of_lengths
 from torchshard.tensor.sharded import (
+    RULES,
     ShardedTensor,
     Sharding,
     expect_first,
@@ -90,7 +91,7 @@ def _sum(
     partial = local_call(torch.sum, (x, dims, keepdim), {"dtype": _wide(dtype)})
     result = ops.reduce(partial, x.sharding.group)
     if func.__name__ == "mean":
-        result = result / math.prod(x.shape[dim] for dim in dims)
+        result = result / math.prod([whole_shape(x)[dim] for dim in dims])
     return result.to(dtype)
 
 
@@ -246,7 +247,7 @@ def _softmax(
     given = [named.get("dtype"), *args[2:]]
     dtypes = [value for value in given if isinstance(value, torch.dtype)]
     dtype = dtypes[0] if dtypes else _torch_dtype(func, x, 0)
-    function = _LogSoftmax if "log" in name else _Softmax
+    function = _LogSoftmax if name == "log_softmax" else _Softmax
     local = x.to_local().to(_wide(dtype))
     result = function.apply(local, x.sharding)  # type: ignore[no-untyped-call] # torch's
     return mark(result.to(dtype), x.sharding)
@@ -339,11 +340,12 @@ def _max(
     largest = func.__name__ == "max"
     other = args[1] if len(args) > 1 else kwargs.get("other")
     if isinstance(other, Tensor):
-        return (torch.maximum if largest else torch.minimum)(args[0], other)
+        elementwise = torch.maximum if largest else torch.minimum
+        return RULES[elementwise.__name__](elementwise, (args[0], other), {})
     x, named = _arguments(func, args, kwargs, "dim", "keepdim")
     dim, keepdim = named.get("dim"), named.get("keepdim", False)
     if dim is None:
-        return (torch.amax if largest else torch.amin)(x)
+        return _amax(torch.amax if largest else torch.amin, (x,), {})
     dim = wrapped_dim(x, dim)
     return_type = getattr(torch.return_types, func.__name__)
     if not _mixes_sharded(func.__name__, x, [dim]):

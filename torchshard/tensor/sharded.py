@@ -46,6 +46,8 @@ class Sharding:
         return Sharding(dim, self.ranges, self.group)
 
 
+# A rule works on `x.to_local()` and calls other rules by name: where a compiled graph is
+# traced, an operation on the marked tensor inside a rule would see the shard alone.
 Rule: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[str, Rule] = {}
 
@@ -291,9 +293,9 @@ def _attribute(
     if func == _getter("shape"):
         return whole_shape(x)
     if func == _getter("T"):
-        return x.permute(*reversed(range(x.dim())))
+        return RULES["t"](func, args, kwargs)
     if func == _getter("mT"):
-        return x.transpose(-2, -1)
+        return RULES["transpose"](func, (x, -2, -1), {})
     if func in _COMPLEX:
         raise mixes("a complex view", x.sharding, "has no rule for sharded tensors")
     result = local_call(func, args, kwargs)
@@ -372,23 +374,49 @@ def _plain(
     return local_call(func, args, kwargs)
 
 
-@rule(["backward"])
+@rule(["backward", "grad"])
 def _backward(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """`x.backward(grad)`, with the gradient of the whole tensor or of this shard."""
-    x, *rest = args
-    expect_first("backward", x, [*rest, *kwargs.values()])
-    rest = [_own_part(value, x.sharding) for value in rest]
-    kwargs = {key: _own_part(value, x.sharding) for key, value in kwargs.items()}
-    local_call(func, (x, *rest), kwargs)
+) -> Any:
+    """`x.backward`, `torch.autograd.backward` and `torch.autograd.grad`.
+
+    Gradients that are given may be those of the whole tensors or of this rank's shards.
+    """
+    outputs = args[0]
+    if func is torch.Tensor.backward:
+        args = (
+            outputs,
+            *(_own_gradients(outputs, value) for value in args[1:2]),
+            *args[2:],
+        )
+    for name in ("gradient", "grad_tensors", "grad_outputs"):
+        if name in kwargs:
+            kwargs = {**kwargs, name: _own_gradients(outputs, kwargs[name])}
+    grads = local_call(func, args, kwargs)
+    if grads is None:
+        return None
+    pairs = zip(args[1], grads, strict=True)
+    return tuple(grad if grad is None else _marked_like(grad, x) for x, grad in pairs)
 
 
-def _own_part(value: Any, sharding: Sharding) -> Any:
+def _marked_like(grad: Tensor, x: Tensor) -> Tensor:
+    return mark(grad, x.sharding) if isinstance(x, ShardedTensor) else grad
+
+
+def _own_gradients(outputs: Any, grads: Any) -> Any:
+    """Return the gradients, one or several, of this rank's part of the outputs."""
+    if grads is None or isinstance(outputs, Tensor):
+        return _own_part(grads, outputs)
+    grads = [grads] if isinstance(grads, Tensor) else grads
+    return [_own_part(*pair) for pair in zip(grads, outputs, strict=True)]
+
+
+def _own_part(value: Any, x: Any) -> Any:
     if isinstance(value, ShardedTensor):
         return value.to_local()
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or not isinstance(x, ShardedTensor):
         return value
+    sharding = x.sharding
     if value.shape[sharding.dim] != sharding.ranges.size:
         return value
     return ops.scatter(
