@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import torchshard as ts
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import checkpoint
 from torchshard.errors import CheckError, LayoutError, ShapeError
 from torchshard.state import collect_state_dict
 from torchshard.tensor import ShardedTensor, whole
@@ -551,6 +552,11 @@ def declared(**options):
             " Expected the names of its first arguments, in their order.",
         ),
         (
+            {"inputs": {"input": ts.Partial()}},
+            "input is declared as Partial. Expected Whole, or a Shard; a partial is reduced"
+            " before it is passed on.",
+        ),
+        (
             {"inputs": {"other": ts.Whole()}},
             "inputs declares ['other'], but local_forward of Declared takes ['input',"
             " 'other']. Expected the names of its first arguments, in their order.",
@@ -711,6 +717,43 @@ def column_then_row():
 def test_column_then_row_costs_one_collective_each_way(world_size):
     """With GELU between and no mark by hand, all is dense's (T23: uneven features)."""
     run_ranks(column_then_row, world_size)
+
+
+def in_every_mode():
+    model, dense = twins(mlp, dense_mlp())
+    x = randoms(4, 5).requires_grad_()
+    dense_x = x.detach().clone().requires_grad_()
+    dense(dense_x).square().sum().backward()
+    for use_reentrant in (False, True):
+        x.grad = None
+        model.zero_grad()
+        hidden = checkpoint(model[:2], x, use_reentrant=use_reentrant)
+        checkpoint(
+            model[2], hidden, use_reentrant=use_reentrant
+        ).square().sum().backward()
+        same(x.grad, dense_x.grad)
+        same_grads(model, dense)
+    with torch.inference_mode():
+        same(model(x), dense(x))
+    for y, leaf in ((model(x), x), (dense(dense_x), dense_x)):
+        (grad,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
+        leaf.grad = None
+        grad.square().sum().backward()
+    same(x.grad, dense_x.grad)
+    for module in model:
+        module.register_full_backward_hook(lambda module, inputs, outputs: None)
+    x.grad = dense_x.grad = None
+    model.zero_grad()
+    dense.zero_grad()
+    for y in (model(x), dense(dense_x)):
+        y.square().sum().backward()
+    same(x.grad, dense_x.grad)
+    same_grads(model, dense)
+
+
+def test_layers_in_every_mode_of_autograd():
+    """Activation checkpointing, inference, double backward and hooks give dense's numbers."""
+    run_ranks(in_every_mode, 2)
 
 
 def column_then_loss():

@@ -159,6 +159,27 @@ def test_r31_prefixes():
     run_ranks(with_prefix, 2)
 
 
+def shared_with_a_plain_module():
+    model = nn.ModuleDict(
+        {
+            "plain": nn.Linear(3, 7, bias=False),
+            "embedding": ParallelEmbedding(7, 3, dim=0),
+        }
+    )
+    model["plain"].weight = model["embedding"].weight
+    collected = collect_state_dict(model)
+    assert collected["plain.weight"].shape == (7, 3)
+    assert torch.equal(collected["plain.weight"], collected["embedding.weight"])
+    model["embedding"].weight.data.zero_()
+    model.load_state_dict(relocate_state_dict(model, collected))
+    same_state(collect_state_dict(model), collected)
+
+
+def test_r18_a_shard_that_a_plain_module_shares():
+    """R18: a tied parameter is whole under both of its keys, whoever else holds it."""
+    run_ranks(shared_with_a_plain_module, 2)
+
+
 def on_one_rank(dst):
     model, state = sharded_block(), dense_state()
     model.load_state_dict(state)

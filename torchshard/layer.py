@@ -14,18 +14,22 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torchshard import owners
 from torchshard.distributed import collectives, ops
 from torchshard.distributed.groups import GroupLike, resolve_group
 from torchshard.errors import LayoutError, ShapeError, StateError
 from torchshard.initializer import Initializer, Part
 from torchshard.layout import Axis, Layout, Partial, Ranges, Shard, Whole, ranges_of
 from torchshard.tensor import ShardedTensor, Sharding, mark, whole, whole_shape
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Outputs: TypeAlias = "Layout | tuple[Layout, ...]"
 
@@ -123,17 +127,24 @@ class ParallelLayer(nn.Module, ABC):
         """
         self._axes, self._inputs, self._output = dict(axes), dict(inputs), output
         self._gather_output = gather_output
-        self._expect_input_names()
+        self._expect_inputs()
         buffers = buffers or {}
         for name, spec in [*parameters.items(), *buffers.items()]:
             tensor = (
                 None if spec is None else self._allocated(name, spec, device, dtype)
             )
             self._register(name, tensor, is_buffer=name in buffers)
+        self._remember_tensors()
         self.reset_parameters()
 
-    def _expect_input_names(self) -> None:
+    def _expect_inputs(self) -> None:
         """Check that inputs given by position and by keyword find the same layout."""
+        for name, layout in self._inputs.items():
+            if isinstance(layout, Partial):
+                raise LayoutError(
+                    f"{name} is declared as Partial. Expected Whole, or a Shard; a partial"
+                    " is reduced before it is passed on."
+                )
         taken = [
             parameter.name
             for parameter in inspect.signature(self.local_forward).parameters.values()
@@ -182,6 +193,21 @@ class ParallelLayer(nn.Module, ABC):
             module.register_parameter(
                 leaf, None if tensor is None else nn.Parameter(tensor)
             )
+
+    def _remember_tensors(self) -> None:
+        for name in self._specs:
+            owners.remember(self.tensor_of(name), self, name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the layer; torch may make new parameters for it."""
+        super()._apply(fn, recurse)
+        self._remember_tensors()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over the state of a copied or unpickled layer."""
+        super().__setstate__(state)
+        self._remember_tensors()
 
     @property
     def specs(self) -> Mapping[str, ParameterSpec]:

@@ -24,16 +24,24 @@ from torchshard.layout import Shard
 def sharded_entries(
     model: nn.Module, prefix: str = ""
 ) -> Iterator[tuple[str, ParallelLayer, str]]:
-    """Yield (state key, layer, parameter name) of every sharded parameter and buffer."""
+    """Yield (state key, layer, parameter name) of every sharded parameter and buffer.
+
+    A parameter with several keys has an entry for each, also where a plain module shares it.
+    """
+    owners: dict[int, tuple[ParallelLayer, str]] = {}
+    seen = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, ParallelLayer):
-            for name in module.specs:
-                if module.ranges_of(name) is not None:
-                    yield (
-                        f"{prefix}{path}.{name}" if path else prefix + name,
-                        module,
-                        name,
-                    )
+        if not isinstance(module, ParallelLayer):
+            continue
+        for name in module.specs:
+            if module.ranges_of(name) is not None:
+                key = f"{path}.{name}" if path else name
+                owners[id(module.tensor_of(name))] = (module, name)
+                seen.add(key)
+                yield prefix + key, module, name
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        if key not in seen and id(parameter) in owners:
+            yield prefix + key, *owners[id(parameter)]
 
 
 def gathered(tensor: Tensor, layer: ParallelLayer, name: str) -> Tensor:
