@@ -200,13 +200,13 @@ class ParallelLayer(nn.Module, ABC):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer; torch may make new parameters for it."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._remember_tensors()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over the state of a copied or unpickled layer."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._remember_tensors()
 
     @property

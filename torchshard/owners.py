@@ -1,0 +1,42 @@
+"""Which layer a parameter belongs to: a weak index, for functions that get a bare tensor.
+
+Layouts live on the layer, keyed by parameter name. Functions of torch's own form, such as
+`shard_init_helper_(init, tensor)`, are given the parameter alone and look its layer up here.
+Layers enter themselves when they are built, copied, unpickled or moved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from torchshard.layer import ParallelLayer
+
+_owners = WeakIdKeyDictionary()
+
+
+def remember(tensor: Tensor, layer: ParallelLayer, name: str) -> None:
+    """Enter `tensor` as the parameter or buffer `name` of `layer`."""
+    _owners[tensor] = (weakref.ref(layer), name)
+
+
+def owner_of(tensor: Tensor) -> tuple[ParallelLayer, str] | None:
+    """Return the layer that `tensor` is a parameter of, and its name there, or None."""
+    if tensor not in _owners:
+        return None
+    reference, name = _owners[tensor]
+    layer = reference()
+    return None if layer is None else (layer, name)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether `tensor` is a shard of a layer's parameter on several ranks."""
+    found = owner_of(tensor)
+    if found is None:
+        return False
+    layer, name = found
+    return layer.group.size > 1 and layer.ranges_of(name) is not None
