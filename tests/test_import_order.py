@@ -12,15 +12,15 @@ PACKAGE = "torchshard"
 LEVELS = [
     ["errors", "layout"],
     ["distributed"],
-    ["checks", "initializer", "tensor"],
+    ["checks", "initializer", "owners", "tensor"],
     ["layer"],
     [
         "amp",
         "checkpoint",
         "compatibility",
         "convert",
+        "data_parallel",
         "optim",
-        "parallel",
         "state",
         "utils",
     ],
@@ -49,10 +49,24 @@ def lazy_nodes(tree):
     return {child for function in functions for child in ast.walk(function)}
 
 
+def typing_nodes(tree):
+    """Return what stands under `if TYPE_CHECKING:`, which is never imported."""
+    blocks = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    return {
+        child for block in blocks for part in block.body for child in ast.walk(part)
+    }
+
+
 def imported(tree):
     """Yield (absolute module names, whether inside a function) of each import."""
-    lazy = lazy_nodes(tree)
+    lazy, unused = lazy_nodes(tree), typing_nodes(tree)
     for node in ast.walk(tree):
+        if node in unused:
+            continue
         if isinstance(node, ast.Import):
             yield [alias.name for alias in node.names], node in lazy
         elif isinstance(node, ast.ImportFrom):
