@@ -3,6 +3,12 @@
 from torchshard import distributed, errors, nn
 from torchshard.checkpoint import sharded_state_dict
 from torchshard.checks import expect_indices
+from torchshard.convert import (
+    convert_layers,
+    parallelize,
+    plan_conversion,
+    to_dense,
+)
 from torchshard.distributed.groups import (
     ShardGroup,
     destroy_process_group,
@@ -56,6 +62,7 @@ __all__ = [
     "ZeroRow",
     "__version__",
     "collect_state_dict",
+    "convert_layers",
     "covering",
     "destroy_process_group",
     "distributed",
@@ -65,10 +72,13 @@ __all__ = [
     "init_process_group",
     "kaiming_uniform",
     "nn",
+    "parallelize",
+    "plan_conversion",
     "ranges_of",
     "relocate_state_dict",
     "sharded_state_dict",
     "split_of",
+    "to_dense",
     "xavier_normal",
     "xavier_uniform",
 ]

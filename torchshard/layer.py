@@ -16,7 +16,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,9 @@ class ParallelLayer(nn.Module, ABC):
         >>> ParallelScale(6)(torch.ones(2, 6)).shape
         torch.Size([2, 6])
     """
+
+    dense_class: ClassVar[type[nn.Module] | None] = None
+    """The torch.nn class that the layer equals, for conversion; None if there is none."""
 
     def __init__(self, group: GroupLike = None) -> None:
         super().__init__()
@@ -209,6 +212,20 @@ class ParallelLayer(nn.Module, ABC):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._remember_tensors()
 
+    @classmethod
+    def dense_arguments(cls, dense: nn.Module) -> dict[str, Any]:
+        """Return the constructor's arguments with which this class equals `dense`.
+
+        Those are the attributes of `dense` that bear the arguments' names; of a parameter,
+        a bias, whether there is one. A class whose dense twin keeps them under other names
+        extends this.
+        """
+        names = inspect.signature(cls).parameters.keys() - {"device", "dtype"}
+        given = {name: getattr(dense, name) for name in names if name in dir(dense)}
+        if "bias" in given:
+            given["bias"] = given["bias"] is not None
+        return given
+
     @property
     def specs(self) -> Mapping[str, ParameterSpec]:
         """The declared parameters and buffers, by dotted name."""
@@ -223,6 +240,12 @@ class ParallelLayer(nn.Module, ABC):
         """Return the local tensor of the parameter or buffer of that dotted name."""
         path, _, leaf = name.rpartition(".")
         return cast(Tensor, getattr(self.get_submodule(path), leaf))
+
+    def set_tensor(self, name: str, tensor: Tensor) -> None:
+        """Put `tensor`, of the local shape, in the place of the named parameter or buffer."""
+        path, _, leaf = name.rpartition(".")
+        setattr(self.get_submodule(path), leaf, tensor)
+        owners.remember(tensor, self, name)
 
     def ranges_of(self, name: str) -> Ranges | None:
         """Return who holds what of the named parameter's sharded dim; None if it is whole."""

@@ -1,0 +1,443 @@
+"""Turn the layers of an existing model into sharded ones, by class or by name, and back.
+
+A plan is settled whole before anything is changed, so that a plan that cannot be carried out
+leaves the model as it was. A layer keeps its weights, requires_grad, dtype, device, training
+mode, hooks and state-dict names, and parameters that are tied stay one parameter. One layer
+at a time is cut, so that no second copy of the model exists.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torchshard.distributed import collectives
+from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
+from torchshard.errors import LayoutError
+from torchshard.layer import ParallelLayer
+from torchshard.layout import Shard
+from torchshard.state import gathered
+
+Rule: TypeAlias = "str | Mapping[str, Any] | None"
+LayerClass: TypeAlias = type[ParallelLayer]
+
+_SPLITS: dict[str, dict[str, Any]] = {
+    "column": {"dim": 1},
+    "row": {"dim": 0},
+    "vocabulary": {"dim": 0},
+    "embedding_dim": {"dim": 1},
+    "heads": {},
+}
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+@dataclass
+class ConversionPlan:
+    """What `parallelize` would do to a model.
+
+    Attributes:
+        layers: For each module to convert, its paths in the model, its new class and the
+            arguments that say how it is divided.
+        unused: Patterns of the plan that match no module.
+        untouched: Paths of modules that could be divided and that no rule names.
+    """
+
+    layers: list[_Conversion] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    untouched: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [str(conversion) for conversion in self.layers]
+        lines += [f"{path}: stays whole" for path in self.untouched]
+        lines += [f"rule {pattern!r} matches no module" for pattern in self.unused]
+        return "\n".join(lines)
+
+
+@dataclass
+class _Conversion:
+    module: nn.Module
+    layer_class: LayerClass
+    sharding: dict[str, Any]
+    paths: list[str]
+
+    def __str__(self) -> str:
+        how = ", ".join(f"{key}={value}" for key, value in self.sharding.items())
+        new = f"{self.layer_class.__name__}({how})"
+        return f"{' = '.join(self.paths)}: {type(self.module).__name__} -> {new}"
+
+
+def plan_conversion(
+    model: nn.Module,
+    plan: Mapping[str, Rule],
+    *,
+    layers: Iterable[LayerClass] | None = None,
+) -> ConversionPlan:
+    """Return what `parallelize(model, plan)` would do, without doing it.
+
+    Args:
+        model: A model of torch.nn layers.
+        plan: As for `parallelize`.
+        layers: As for `parallelize`.
+
+    Raises:
+        LayoutError: If a rule names a module that cannot be divided so.
+    """
+    classes = _classes_by_dense(layers)
+    found = ConversionPlan(unused=list(plan))
+    by_module: dict[int, _Conversion] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        pattern = next((p for p in plan if fnmatch.fnmatchcase(path, p)), None)
+        if pattern is None:
+            if type(module) in classes and not _inside(path, found.layers):
+                found.untouched.append(path)
+            continue
+        if pattern in found.unused:
+            found.unused.remove(pattern)
+        rule = plan[pattern]
+        if rule is None:
+            continue
+        layer_class, sharding = _resolved(path, module, rule, classes)
+        conversion = by_module.setdefault(
+            id(module), _Conversion(module, layer_class, sharding, [])
+        )
+        if conversion.sharding != sharding:
+            raise LayoutError(
+                f"{path} and {conversion.paths[0]} are one module, but the plan divides it"
+                f" both as {sharding} and as {conversion.sharding}."
+            )
+        conversion.paths.append(path)
+        if conversion not in found.layers:
+            found.layers.append(conversion)
+    return found
+
+
+def _inside(path: str, conversions: list[_Conversion]) -> bool:
+    """Return whether `path` is a part of a module that is converted whole."""
+    whole = (parent for conversion in conversions for parent in conversion.paths)
+    return any(path.startswith(f"{parent}.") for parent in whole)
+
+
+def _classes_by_dense(
+    layers: Iterable[LayerClass] | None,
+) -> dict[type[nn.Module], LayerClass]:
+    import layer_zoo
+
+    known = [getattr(layer_zoo, name) for name in layer_zoo.__all__]
+    classes = [*known, *(layers or ())]
+    return {cls.dense_class: cls for cls in classes if cls.dense_class is not None}
+
+
+def _resolved(
+    path: str,
+    module: nn.Module,
+    rule: str | Mapping[str, Any],
+    classes: Mapping[type[nn.Module], LayerClass],
+) -> tuple[LayerClass, dict[str, Any]]:
+    """Return the class and the arguments for dividing `module` as `rule` says."""
+    if type(module) not in classes:
+        raise LayoutError(f"{path}: {_why_not(module, classes)}")
+    layer_class = classes[type(module)]
+    if not isinstance(rule, str):
+        return layer_class, dict(rule)
+    takes_dim = "dim" in inspect.signature(layer_class).parameters
+    fitting = [name for name, split in _SPLITS.items() if bool(split) == takes_dim]
+    if rule not in fitting:
+        raise LayoutError(
+            f"{path}: {layer_class.__name__} cannot be divided as {rule!r}."
+            f" Expected one of {', '.join(fitting)}, or a dict of its arguments."
+        )
+    return layer_class, dict(_SPLITS[rule])
+
+
+def _why_not(module: nn.Module, classes: Mapping[type[nn.Module], LayerClass]) -> str:
+    name = type(module).__name__
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        return f"{name} has no sizes yet. Run the model once, then convert it."
+    if isinstance(module, ParallelLayer):
+        return f"{name} is divided already."
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return (
+            "this Linear is a part of MultiheadAttention, which reads its weight itself."
+            " Convert the attention whole, with 'heads'."
+        )
+    parent = next((cls for cls in classes if isinstance(module, cls)), None)
+    if parent is not None:
+        return (
+            f"{name} is a subclass of {parent.__name__}; dividing it as one would drop what"
+            " it adds. Write a ParallelLayer for it and pass layers=[...]."
+        )
+    return (
+        f"{name} has no sharded class. Expected one of"
+        f" {', '.join(sorted(cls.__name__ for cls in classes))}, or a layer of your own in"
+        " layers=[...], with its dense_class set."
+    )
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Mapping[str, Rule],
+    *,
+    layers: Iterable[LayerClass] | None = None,
+    group: GroupLike = None,
+    strict: bool = True,
+    **options: Any,
+) -> nn.Module:
+    """Divide the layers of `model` that `plan` names over the ranks, in place.
+
+    Every rank calls it with the same weights, or with weights that are loaded afterwards.
+    Parameters that stay whole inside a divided layer are rank 0's on every rank.
+
+    Args:
+        model: A model of torch.nn layers.
+        plan: For patterns of module names, with `*` for any characters, how to divide:
+            `"column"` or `"row"` for linear layers and convolutions, `"vocabulary"` or
+            `"embedding_dim"` for embeddings, `"heads"` for attention, a dict of arguments of
+            the sharded class, or None to leave the module whole. The first that matches
+            holds.
+        layers: Sharded classes of your own, each with its `dense_class`, beside the zoo's.
+        group: The ranks; None is the model group.
+        strict: Whether a pattern that matches no module is an error.
+        options: More arguments for every divided layer, such as `gather_output=True`.
+
+    Returns:
+        The model; the new layer, if the model itself is one that is divided.
+
+    Raises:
+        LayoutError: If a rule names a module that cannot be divided so, matches none, or
+            divides one of several tied parameters. The model is then unchanged.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+        >>> parallelize(model, {"0": "column", "2": "row"})[0]
+        ParallelLinear(rank=0/1, weight=(8, 4) of (8, 4), bias=(8,) of (8,))
+    """
+    found = plan_conversion(model, plan, layers=layers)
+    if strict and found.unused:
+        raise LayoutError(
+            f"The patterns {found.unused} of the plan match no module. Module names are"
+            " those of model.named_modules(); pass strict=False to allow it."
+        )
+    return _carried_out(model, found, resolve_group(group), options)
+
+
+def convert_layers(
+    model: nn.Module,
+    layer_class: LayerClass,
+    *,
+    group: GroupLike = None,
+    **sharding: Any,
+) -> nn.Module:
+    """Divide every layer of `model` that `layer_class` is the sharded form of, in place.
+
+    Layers that torch uses as parts of others, and reads the weights of itself, are left
+    whole: the output projection of MultiheadAttention.
+
+    Args:
+        model: A model of torch.nn layers.
+        layer_class: The sharded class; it has a `dense_class`.
+        group: The ranks; None is the model group.
+        sharding: Arguments of `layer_class` that say how it is divided.
+
+    Returns:
+        The model; the new layer, if the model itself is one.
+
+    Raises:
+        LayoutError: If one of the layers cannot be divided. The model is then unchanged.
+    """
+    dense = layer_class.dense_class
+    found = ConversionPlan()
+    by_module: dict[int, _Conversion] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        is_lazy = isinstance(module, nn.modules.lazy.LazyModuleMixin)
+        if is_lazy and dense is not None and isinstance(module, dense):
+            raise LayoutError(f"{path}: {_why_not(module, {})}")
+        if type(module) is dense:
+            conversion = by_module.setdefault(
+                id(module), _Conversion(module, layer_class, sharding, [])
+            )
+            conversion.paths.append(path)
+    found.layers = list(by_module.values())
+    return _carried_out(model, found, resolve_group(group), {})
+
+
+def _carried_out(
+    model: nn.Module,
+    found: ConversionPlan,
+    group: ShardGroup,
+    options: Mapping[str, Any],
+) -> nn.Module:
+    blanks = [_blank(conversion, group, options) for conversion in found.layers]
+    _expect_ties_alike(model, found.layers, blanks)
+    moved: dict[int, nn.Parameter] = {}
+    for conversion, layer in zip(found.layers, blanks, strict=True):
+        _take_over(layer, conversion.module, moved)
+        for path in conversion.paths:
+            if not path:
+                return layer
+            parent, _, name = path.rpartition(".")
+            model.get_submodule(parent)._modules[name] = layer
+    _leave_fused_paths(model)
+    return model
+
+
+def _blank(
+    conversion: _Conversion, group: ShardGroup, options: Mapping[str, Any]
+) -> ParallelLayer:
+    """Return the new layer without storage: its layouts are known, nothing is drawn."""
+    dense, cls = conversion.module, conversion.layer_class
+    taken = inspect.signature(cls).parameters.keys()
+    extra = {key: value for key, value in options.items() if key in taken}
+    arguments = {**cls.dense_arguments(dense), **extra, **conversion.sharding}
+    make = cast(Callable[..., ParallelLayer], cls)
+    return make(**arguments, group=group, device="meta")
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _expect_ties_alike(
+    model: nn.Module, conversions: list[_Conversion], blanks: list[ParallelLayer]
+) -> None:
+    """Check that all holders of a tied parameter are divided in the same way."""
+    layouts: dict[int, dict[str, Any]] = {}
+    converted = set()
+    for conversion, layer in zip(conversions, blanks, strict=True):
+        path = conversion.paths[0]
+        converted.add(id(conversion.module))
+        for name, parameter in conversion.module.named_parameters():
+            place = (layer.specs[name].layout, layer.ranges_of(name))
+            dim = place[0].dim if isinstance(place[0], Shard) else None
+            layouts.setdefault(id(parameter), {})[f"{path}.{name}"] = (dim, place[1])
+    for path, module in _outside(model, converted):
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in layouts:
+                layouts[id(parameter)][f"{path}.{name}"] = (None, None)
+    for holders in layouts.values():
+        if any(place != next(iter(holders.values())) for place in holders.values()):
+            raise LayoutError(
+                f"{' and '.join(holders)} are one parameter, but would be divided"
+                " differently. Divide all of them alike: an embedding by 'vocabulary' with"
+                " a linear head by 'column'."
+            )
+
+
+def _outside(model: nn.Module, converted: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that stay, without those inside a converted one."""
+    gone = {
+        id(part)
+        for module in model.modules()
+        if id(module) in converted
+        for part in module.modules()
+    }
+    for path, module in model.named_modules():
+        if id(module) not in gone:
+            yield path, module
+
+
+@torch.no_grad()
+def _take_over(
+    layer: ParallelLayer, dense: nn.Module, moved: dict[int, nn.Parameter]
+) -> None:
+    """Give `layer` its shards of the dense layer's tensors, and all else that it had."""
+    for name, tensor in _named(dense):
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if is_parameter and id(tensor) in moved:
+            layer.set_tensor(name, moved[id(tensor)])
+            continue
+        own = layer.own_state(name, name, tensor.detach()).clone()
+        if layer.ranges_of(name) is None and not own.is_meta:
+            own = collectives.broadcast(own, layer.group)
+        if is_parameter:
+            own = nn.Parameter(own, requires_grad=tensor.requires_grad)
+            moved[id(tensor)] = own
+        layer.set_tensor(name, own)
+    layer.train(dense.training)
+    for hooks in _HOOKS:
+        # The dict itself, not a copy: the handle that removes a hook refers to it.
+        if hooks in dense.__dict__:
+            layer.__dict__[hooks] = dense.__dict__[hooks]
+
+
+def _leave_fused_paths(model: nn.Module) -> None:
+    """Keep torch's encoder from its fused path, which reads the weights of its parts itself."""
+    for module in model.modules():
+        divided = any(isinstance(part, ParallelLayer) for part in module.modules())
+        if isinstance(module, nn.TransformerEncoderLayer) and divided:
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder) and divided:
+            module.use_nested_tensor = False
+
+
+@torch.no_grad()
+def to_dense(model: nn.Module) -> nn.Module:
+    """Turn the sharded layers of `model` back into torch.nn's, with whole weights, in place.
+
+    Every rank calls it, and every rank gets the whole model. Tied parameters stay tied.
+
+    Returns:
+        The model; the dense layer, if the model itself is a sharded one.
+
+    Raises:
+        LayoutError: If a layer has no `dense_class`. The model is then unchanged.
+    """
+    places = [
+        (path, module)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, ParallelLayer)
+    ]
+    for path, layer in places:
+        if layer.dense_class is None:
+            raise LayoutError(
+                f"{path}: {type(layer).__name__} has no dense_class to turn back into."
+            )
+    whole: dict[int, nn.Module] = {}
+    moved: dict[int, nn.Parameter] = {}
+    for path, layer in places:
+        if id(layer) not in whole:
+            whole[id(layer)] = _dense_of(layer, moved)
+        if not path:
+            return whole[id(layer)]
+        parent, _, name = path.rpartition(".")
+        model.get_submodule(parent)._modules[name] = whole[id(layer)]
+    return model
+
+
+def _dense_of(layer: ParallelLayer, moved: dict[int, nn.Parameter]) -> nn.Module:
+    dense_class = cast(type[nn.Module], layer.dense_class)
+    taken = inspect.signature(dense_class).parameters.keys()
+    arguments = layer.dense_arguments(layer)
+    given = {key: value for key, value in arguments.items() if key in taken}
+    dense = dense_class(**given, device="meta")
+    for name, tensor in _named(layer):
+        if id(tensor) in moved:
+            value: Tensor = moved[id(tensor)]
+        else:
+            value = gathered(tensor.detach(), layer, name).clone()
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in moved:
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+            moved[id(tensor)] = value
+        path, _, leaf = name.rpartition(".")
+        setattr(dense.get_submodule(path), leaf, value)
+    dense.train(layer.training)
+    for hooks in _HOOKS:
+        dense.__dict__[hooks] = layer.__dict__[hooks]
+    return dense
