@@ -278,6 +278,34 @@ class CopiesForgetTheSpecs(ParallelLinear):
         return {**self.__dict__, "_specs": {}}
 
 
+class DenseCentre(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.register_buffer("mean", torch.randn(features))
+
+    def forward(self, input):
+        return input - self.mean
+
+
+class CopiesForgetTheBuffer(ts.ParallelLayer):
+    def __init__(self, features, *, group=None):
+        super().__init__(group)
+        mean = ts.ParameterSpec((features,), ts.Shard(0, "features"), ts.Normal())
+        self.declare(
+            axes={"features": ts.Axis(features)},
+            parameters={},
+            buffers={"mean": mean},
+            inputs={"input": ts.Shard(-1, "features")},
+            output=ts.Shard(-1, "features"),
+        )
+
+    def __getstate__(self):
+        return {**self.__dict__, "_specs": {}}
+
+    def local_forward(self, input):
+        return input - self.mean
+
+
 class NearlyRight(ParallelLinear):
     def finish(self, output):
         return super().finish(output) + 1e-9
@@ -399,6 +427,10 @@ WRONG = {
     "copies lose the layout of the parameters": (
         column(CopiesForgetTheSpecs),
         r"copies: gradient of weight has shape \([43], 5\), the dense layer's \(7, 5\)",
+    ),
+    "copies lose the layout of a buffer": (
+        features(CopiesForgetTheBuffer, DenseCentre),
+        r"copies: mean has shape \([43],\), the dense layer's \(7,\)",
     ),
     "the state keys are not the dense layer's": (
         Case(

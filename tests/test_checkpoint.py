@@ -55,6 +55,7 @@ def model():
         {
             "odd": Odd(),
             "column": ParallelLinear(3, 7, dim=1),
+            "thin": ParallelLinear(3, 2, dim=1),
             "row": ParallelLinear(2, 5, dim=0, dtype=torch.float64),
             "embedding": ParallelEmbedding(2, 3, dim=0, dtype=torch.bfloat16),
             "attention": ParallelMultiheadAttention(8, 4, add_bias_kv=True),
@@ -69,6 +70,7 @@ def dense_parts():
     return nn.ModuleDict(
         {
             "column": nn.Linear(3, 7),
+            "thin": nn.Linear(3, 2),
             "row": nn.Linear(2, 5, dtype=torch.float64),
             "embedding": nn.Embedding(2, 3, dtype=torch.bfloat16),
             "attention": nn.MultiheadAttention(8, 4, add_bias_kv=True),

@@ -159,6 +159,37 @@ def test_r31_prefixes():
     run_ranks(with_prefix, 2)
 
 
+class Centre(ts.ParallelLayer):
+    """A sharded buffer."""
+
+    def __init__(self, features, *, group=None):
+        super().__init__(group)
+        mean = ts.ParameterSpec((features,), ts.Shard(0, "features"), ts.Normal())
+        self.declare(
+            axes={"features": ts.Axis(features)},
+            parameters={},
+            buffers={"mean": mean},
+            inputs={"input": ts.Shard(-1, "features")},
+            output=ts.Shard(-1, "features"),
+        )
+
+    def local_forward(self, input):
+        return input - self.mean
+
+
+def one_layer_under_two_names():
+    layer = Centre(5)
+    model = nn.ModuleDict({"first": layer, "second": layer})
+    collected = collect_state_dict(model)
+    assert collected["first.mean"].shape == collected["second.mean"].shape == (5,)
+    assert torch.equal(collected["first.mean"], collected["second.mean"])
+
+
+def test_r20_one_layer_under_two_names():
+    """R20: a sharded buffer is whole under both names of its layer."""
+    run_ranks(one_layer_under_two_names, 2)
+
+
 def shared_with_a_plain_module():
     model = nn.ModuleDict(
         {
