@@ -9,6 +9,7 @@ from torchshard.convert import (
     plan_conversion,
     to_dense,
 )
+from torchshard.data_parallel import register_ddp_parameters_to_ignore
 from torchshard.distributed.groups import (
     ShardGroup,
     destroy_process_group,
@@ -75,6 +76,7 @@ __all__ = [
     "parallelize",
     "plan_conversion",
     "ranges_of",
+    "register_ddp_parameters_to_ignore",
     "relocate_state_dict",
     "sharded_state_dict",
     "split_of",

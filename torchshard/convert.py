@@ -196,6 +196,7 @@ def parallelize(
     *,
     layers: Iterable[LayerClass] | None = None,
     group: GroupLike = None,
+    gather_batch: bool = False,
     strict: bool = True,
     **options: Any,
 ) -> nn.Module:
@@ -213,6 +214,8 @@ def parallelize(
             holds.
         layers: Sharded classes of your own, each with its `dense_class`, beside the zoo's.
         group: The ranks; None is the model group.
+        gather_batch: Whether the divided layers get each rank's own samples, under data
+            parallelism, and pool them (`ParallelLayer.gather_batch`). For a classifier head.
         strict: Whether a pattern that matches no module is an error.
         options: More arguments for every divided layer, such as `gather_output=True`.
 
@@ -234,7 +237,7 @@ def parallelize(
             f"The patterns {found.unused} of the plan match no module. Module names are"
             " those of model.named_modules(); pass strict=False to allow it."
         )
-    return _carried_out(model, found, resolve_group(group), options)
+    return _carried_out(model, found, resolve_group(group), gather_batch, options)
 
 
 def convert_layers(
@@ -242,6 +245,7 @@ def convert_layers(
     layer_class: LayerClass,
     *,
     group: GroupLike = None,
+    gather_batch: bool = False,
     **sharding: Any,
 ) -> nn.Module:
     """Divide every layer of `model` that `layer_class` is the sharded form of, in place.
@@ -253,6 +257,7 @@ def convert_layers(
         model: A model of torch.nn layers.
         layer_class: The sharded class; it has a `dense_class`.
         group: The ranks; None is the model group.
+        gather_batch: As for `parallelize`.
         sharding: Arguments of `layer_class` that say how it is divided.
 
     Returns:
@@ -274,13 +279,14 @@ def convert_layers(
             )
             conversion.paths.append(path)
     found.layers = list(by_module.values())
-    return _carried_out(model, found, resolve_group(group), {})
+    return _carried_out(model, found, resolve_group(group), gather_batch, {})
 
 
 def _carried_out(
     model: nn.Module,
     found: ConversionPlan,
     group: ShardGroup,
+    gather_batch: bool,
     options: Mapping[str, Any],
 ) -> nn.Module:
     blanks = [_blank(conversion, group, options) for conversion in found.layers]
@@ -288,6 +294,7 @@ def _carried_out(
     moved: dict[int, nn.Parameter] = {}
     for conversion, layer in zip(found.layers, blanks, strict=True):
         _take_over(layer, conversion.module, moved)
+        layer.gather_batch = gather_batch
         for path in conversion.paths:
             if not path:
                 return layer

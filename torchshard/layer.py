@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torchshard import owners
+from torchshard import data_parallel, owners
 from torchshard.distributed import collectives, ops
 from torchshard.distributed.groups import GroupLike, resolve_group
 from torchshard.errors import LayoutError, ShapeError, StateError
@@ -62,6 +62,9 @@ class ParallelLayer(nn.Module, ABC):
 
     Attributes:
         group: The `ShardGroup`, with `size` and `rank`.
+        gather_batch: Whether the ranks' inputs are their own samples, under data parallelism,
+            which the layer pools along dim 0 before it computes
+            (`torchshard.distributed.enter_model_parallel`).
 
     Example:
         >>> import torch
@@ -97,6 +100,7 @@ class ParallelLayer(nn.Module, ABC):
         self._inputs: dict[str, Layout] = {}
         self._output: Outputs = Whole()
         self._gather_output = False
+        self.gather_batch = False
 
     def declare(
         self,
@@ -331,6 +335,7 @@ class ParallelLayer(nn.Module, ABC):
         names = list(self._inputs)
         given = dict(zip(names, args, strict=False))
         given |= {name: kwargs[name] for name in names[len(args) :] if name in kwargs}
+        data_parallel.expect_ignored_shards(self)
         # All are checked before the first is moved, which may take a collective.
         for name, x in given.items():
             if isinstance(x, Tensor):
@@ -359,6 +364,13 @@ class ParallelLayer(nn.Module, ABC):
     def _enter(self, x: Any, layout: Layout) -> Any:
         if not isinstance(x, Tensor):
             return x
+        if self.gather_batch and not isinstance(x, ShardedTensor):
+            is_summed = isinstance(layout, Whole) and bool(self._axes)
+            x = ops.enter_model_parallel(
+                x, grad="shards" if is_summed else "whole", group=self.group
+            )
+            if is_summed:  # the reduce-scatter has summed what `copy` would sum
+                return x
         if isinstance(layout, Shard):
             if isinstance(x, ShardedTensor):
                 return x.to_local()

@@ -460,7 +460,13 @@ def sum_over_holders(
 
 
 @_for_plain
-def enter_model_parallel(x: Tensor, dim: int = 0, *, group: GroupLike = None) -> Tensor:
+def enter_model_parallel(
+    x: Tensor,
+    dim: int = 0,
+    *,
+    grad: Literal["whole", "shards"] = "whole",
+    group: GroupLike = None,
+) -> Tensor:
     """Pool the batches of the group's ranks: every rank gets all samples, in rank order.
 
     Backward gives each rank R times its own slice. A data-parallel wrapper divides gradients
@@ -469,14 +475,18 @@ def enter_model_parallel(x: Tensor, dim: int = 0, *, group: GroupLike = None) ->
     Args:
         x: This rank's samples. Their number may differ between ranks.
         dim: The batch dim.
+        grad: Who reads the pooled batch. `"whole"`: compute that is the same on all ranks, or
+            a layer that sums the ranks' gradients itself. `"shards"`: sharded compute, whose
+            partial gradients are summed and sliced in one reduce-scatter.
         group: The ranks; None is the model group.
     """
     group = resolve_group(group)
     if group.size == 1:
         return x
     ranges = exchanged_ranges(x, dim, group)
-    scaled = cast(Tensor, _ScaleGrad.apply(x, float(group.size)))
-    return gather(scaled, dim, grad="whole", ranges=ranges, group=group)
+    if x.requires_grad:
+        x = cast(Tensor, _ScaleGrad.apply(x, float(group.size)))
+    return gather(x, dim, grad=grad, ranges=ranges, group=group)
 
 
 @_for_plain

@@ -1,0 +1,98 @@
+"""Sharded parameters under torch's DistributedDataParallel.
+
+The wrapper makes parameters equal on all its ranks and averages their gradients. Shards are
+different on every rank of a model group, so the wrapper must leave them alone, which it does
+for names that are set on the model before it is wrapped. What remains to be done for a shard,
+where M data-parallel groups each hold it, is the mean of its gradient over those M replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+from torchshard import owners
+from torchshard.distributed.groups import get_data_parallel_group
+from torchshard.errors import GroupError
+
+if TYPE_CHECKING:
+    from torchshard.layer import ParallelLayer
+
+_averaged = WeakIdKeyDictionary()
+
+
+def register_ddp_parameters_to_ignore(model: nn.Module) -> None:
+    """Have DistributedDataParallel leave the shards of `model` alone, wherever they are nested.
+
+    Call it on the module that is wrapped, before it is wrapped. With several data-parallel
+    groups (`init_process_group(group_size)` smaller than the world) each shard's gradient is
+    averaged over its replicas in those groups, after every backward.
+
+    Names that the model already wants ignored stay so.
+    """
+    before: Iterable[str] = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    shards = [
+        (name, tensor)
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+        if owners.is_sharded(tensor)
+    ]
+    names = sorted({*before, *(name for name, _ in shards)})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    for _, tensor in shards:
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            _average_over_replicas(tensor)
+
+
+def _average_over_replicas(parameter: nn.Parameter) -> None:
+    """Average the parameter's gradient over the data-parallel groups, once each backward.
+
+    With accumulation it averages what is averaged already, which changes nothing.
+    """
+    group = get_data_parallel_group()
+    if group is None or group.size() == 1 or parameter in _averaged:
+        return
+
+    def average(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad.div_(group.size())
+
+    parameter.register_post_accumulate_grad_hook(average)
+    _averaged[parameter] = True
+
+
+def expect_ignored_shards(layer: ParallelLayer) -> None:
+    """Check that a wrapper around `layer` does not treat its shards as replicas.
+
+    Raises:
+        GroupError: If the active DistributedDataParallel spans ranks of the layer's group and
+            was not told to ignore its shards: it has already overwritten them.
+    """
+    if layer.group.size == 1 or torch.compiler.is_compiling():
+        return
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None or not _spans(wrapper, layer):
+        return
+    managed = {id(parameter) for parameter in wrapper._module_parameters}
+    for name in layer.specs:
+        tensor = layer.tensor_of(name)
+        if layer.ranges_of(name) is not None and id(tensor) in managed:
+            raise GroupError(
+                f"DistributedDataParallel treats {type(layer).__name__}.{name}, a shard, as"
+                " equal on all ranks, and has overwritten it with rank 0's. Call"
+                " torchshard.register_ddp_parameters_to_ignore(model) before wrapping the"
+                " model, and load its weights again."
+            )
+
+
+def _spans(wrapper: DistributedDataParallel, layer: ParallelLayer) -> bool:
+    """Return whether the wrapper averages over several ranks of the layer's group."""
+    wrapped = set(dist.get_process_group_ranks(wrapper.process_group))
+    own = dist.get_process_group_ranks(layer.group.process_group)
+    return len(wrapped.intersection(own)) > 1
