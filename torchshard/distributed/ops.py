@@ -34,6 +34,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from torchshard.distributed import collectives
 from torchshard.distributed.agreement import expect_whole
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
+from torchshard.distributed.moves import move
 from torchshard.errors import LayoutError, ShapeError
 from torchshard.layout import Ranges, balanced_ranges, ranges_of_lengths
 
@@ -53,158 +54,6 @@ def _for_plain(op: _Op) -> _Op:
     return cast(_Op, checked)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ShardGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Reduce.apply(grad, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ShardGroup) -> Tensor:
-        ctx.group = group
-        return collectives.all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # As it is: autograd may keep a view for itself and add to it, not a shared tensor.
-        if not torch.is_grad_enabled():
-            return grad, None
-        return _Copy.apply(grad, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, ranges: Ranges, group: ShardGroup
-    ) -> Tensor:
-        ctx.place = (dim, ranges, group)
-        own = collectives.own_shard(x, dim, ranges, group)
-        return own.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        grad_whole = _SumShards if ctx.place[1].overlaps else _Gather
-        return grad_whole.apply(grad, *ctx.place), None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, ranges: Ranges, group: ShardGroup
-    ) -> Tensor:
-        ctx.place = (dim, ranges, group)
-        return collectives.all_gather(x, dim, ranges, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _kept(_Scatter.apply(grad, *ctx.place), *ctx.place), None, None, None
-
-
-class _SumShards(torch.autograd.Function):
-    """Shards that overlap -> whole, adding what several ranks hold."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, ranges: Ranges, group: ShardGroup
-    ) -> Tensor:
-        ctx.place = (dim, ranges, group)
-        return collectives.sum_into_whole(x, dim, ranges, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Scatter.apply(grad, *ctx.place), None, None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, ranges: Ranges, group: ShardGroup
-    ) -> Tensor:
-        ctx.place = (dim, ranges, group)
-        return collectives.all_gather(x, dim, ranges, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        own = _ReduceScatter.apply(grad, *ctx.place)
-        return _kept(own, *ctx.place), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, ranges: Ranges, group: ShardGroup
-    ) -> Tensor:
-        ctx.place = (dim, ranges, group)
-        return collectives.reduce_scatter(x, dim, ranges, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.place[1].overlaps:
-            whole = _SumShards.apply(grad, *ctx.place)
-            return _Copy.apply(whole, ctx.place[2]), None, None, None
-        return _AllGather.apply(grad, *ctx.place), None, None, None
-
-
-def _kept(grad: Tensor, dim: int, ranges: Ranges, group: ShardGroup) -> Tensor:
-    """Return the shard's gradient of a gather: where ranges overlap, only one holder's."""
-    if not ranges.overlaps:
-        return grad
-    mask = collectives.kept_mask(ranges, group, grad.dim(), dim, grad.device)
-    return grad * mask
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        split_dim: int,
-        split: Ranges,
-        join_dim: int,
-        join: Ranges,
-        group: ShardGroup,
-    ) -> Tensor:
-        ctx.back = (join_dim, join, split_dim, split, group)
-        return collectives.all_to_all(x, split_dim, split, join_dim, join, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllToAll.apply(grad, *ctx.back), None, None, None, None, None
-
-
-class _SumOverHolders(torch.autograd.Function):
-    """Identity whose gradient is summed over the ranks that hold the same indices."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, ranges: Ranges, group: ShardGroup
-    ) -> Tensor:
-        ctx.place = (dim, ranges, group)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        whole = _SumShards.apply(grad, *ctx.place)
-        return _Scatter.apply(whole, *ctx.place), None, None, None
-
-
-class _ScaleGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
-
-
 @_for_plain
 def copy(x: Tensor, group: GroupLike = None) -> Tensor:
     """Hand a whole tensor to sharded compute: its gradient is summed over the ranks.
@@ -215,14 +64,14 @@ def copy(x: Tensor, group: GroupLike = None) -> Tensor:
     if group.size == 1:
         return x
     expect_whole("copy", x, group)
-    return cast(Tensor, _Copy.apply(x, group))
+    return move("copy", x, group)
 
 
 @_for_plain
 def reduce(x: Tensor, group: GroupLike = None) -> Tensor:
     """Return the sum of the ranks' partials `x`, whole. `x` is left alone."""
     group = resolve_group(group)
-    return x if group.size == 1 else cast(Tensor, _Reduce.apply(x, group))
+    return x if group.size == 1 else move("reduce", x, group)
 
 
 @_for_plain
@@ -279,7 +128,7 @@ def scatter(
     if group.size == 1 and ranges.is_contiguous:
         return x
     expect_whole("scatter", x, group)
-    return cast(Tensor, _Scatter.apply(x, dim % x.dim(), ranges, group))
+    return move("scatter", x, dim % x.dim(), ranges, group)
 
 
 def gather(
@@ -331,8 +180,8 @@ def gather(
     ranges = _split_of_shards(x, dim, ranges, group)
     if group.size == 1 and ranges.is_contiguous:
         return x
-    function = _Gather if grad == "whole" else _AllGather
-    return cast(Tensor, function.apply(x, dim % x.dim(), ranges, group))
+    name = "gather" if grad == "whole" else "all_gather"
+    return move(name, x, dim % x.dim(), ranges, group)
 
 
 def exchanged_ranges(x: Tensor, dim: int, group: ShardGroup) -> Ranges:
@@ -398,7 +247,7 @@ def reduce_scatter(
     ranges = _split_of_whole(x, dim, ranges, group)
     if group.size == 1 and ranges.is_contiguous:
         return x
-    return cast(Tensor, _ReduceScatter.apply(x, dim % x.dim(), ranges, group))
+    return move("reduce_scatter", x, dim % x.dim(), ranges, group)
 
 
 @_for_plain
@@ -441,8 +290,8 @@ def all_to_all(
             " all_gather and scatter."
         )
     split_dim, join_dim = split_dim % x.dim(), join_dim % x.dim()
-    args = (split_dim, split_ranges, join_dim, join_ranges, group)
-    return cast(Tensor, _AllToAll.apply(x, *args))
+    place = (split_dim, split_ranges, join_dim, join_ranges, group)
+    return move("all_to_all", x, *place)
 
 
 @_for_plain
@@ -456,7 +305,7 @@ def sum_over_holders(
     group = resolve_group(group)
     if group.size == 1 or not ranges.overlaps:
         return x
-    return cast(Tensor, _SumOverHolders.apply(x, dim % x.dim(), ranges, group))
+    return move("sum_over_holders", x, dim % x.dim(), ranges, group)
 
 
 @_for_plain
@@ -485,7 +334,7 @@ def enter_model_parallel(
         return x
     ranges = exchanged_ranges(x, dim, group)
     if x.requires_grad:
-        x = cast(Tensor, _ScaleGrad.apply(x, float(group.size)))
+        x = move("scale_grad", x, float(group.size))
     return gather(x, dim, grad=grad, ranges=ranges, group=group)
 
 
@@ -507,5 +356,5 @@ def leave_model_parallel(
     group = resolve_group(group)
     if group.size == 1:
         return x
-    scaled = cast(Tensor, _ScaleGrad.apply(x, 1.0 / group.size))
+    scaled = move("scale_grad", x, 1.0 / group.size)
     return scatter(scaled, dim, ranges=ranges, group=group)
