@@ -280,12 +280,29 @@ def heads():
         mixed = torch.matmul(scores, other=k)
         return mixed.transpose(1, 2).reshape(2, 3, -1), mixed.transpose(1, 2).flatten(2)
 
+    def fused(x, mask=None):
+        q = x.view(2, 3, 5, 2).transpose(1, 2)
+        attend = F.scaled_dot_product_attention
+        masked = attend(q, q * 2, value=q, attn_mask=mask)
+        return masked, attend(q, q * 2, q, is_causal=True), attend(q, q, q, None, 0.0)
+
+    same_as_dense(fused, place, "fused attention")
+    for mask in (randoms((3, 3), 4), randoms((2, 5, 3, 3), 4), randoms((1, 3, 3), 4)):
+        same_as_dense(fused, place, f"fused, mask {tuple(mask.shape)}", mask)
     same_as_dense(attention, place, "attention")
     halves = ("halves", (2, 3, 10), 2, ranges)
     same_as_dense(lambda x: x.unflatten(-1, (5, 2)), halves, "unflatten")
     if size > 1:
         with pytest.raises(ShardedOpError):
             marked(randoms((2, 3, 10), 1), 2, ranges).view(2, 3, 2, 5)
+        x = marked(randoms((2, 3, 10), 1), 2, ranges)
+        with pytest.raises(ShardedOpError, match=r"attends over it"):
+            F.scaled_dot_product_attention(x, x, x)
+        q = marked(torch.ones(1, 5, 2, 3), 1, balanced_ranges(5, size))
+        torch.manual_seed(0)
+        dropped = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        gathered = whole(dropped)
+        assert not torch.equal(gathered[:, 0], gathered[:, -1])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
