@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchshard.nn import functional
+from torchshard.nn import functional, init, utils
 
-__all__ = ["functional"]
+__all__ = ["functional", "init", "utils"]
 
 
 def __getattr__(name: str) -> Any:
