@@ -3,7 +3,9 @@
 Names of tests begin with the row: R of TorchShard 0.1.0, T of public reports on its peers.
 """
 
+import copy
 import inspect
+import io
 import re
 from functools import partial
 
@@ -498,3 +500,29 @@ def test_arguments_that_do_not_fit_are_refused(build, text):
     """The constructor says what was wrong and what would be right."""
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):
         build()
+
+
+def given_table_is_let_go(dim) -> None:
+    table = torch.randn(9, 6, generator=torch.Generator().manual_seed(4))
+    layer = ts.nn.ParallelEmbedding(9, 6, _weight=table.requires_grad_() * 1.0, dim=dim)
+    same = copy.deepcopy(layer)
+    ids = torch.tensor([0, 8, 3])
+    expected = F.embedding(ids, table)
+    for built in (layer, same, ts.nn.ParallelEmbedding.from_pretrained(table, dim=dim)):
+        torch.testing.assert_close(whole(built(ids)), expected)
+    stream = io.BytesIO()
+    torch.save(layer, stream)
+    assert all(spec.init != ts.Given(table) for spec in layer.specs.values())
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    torch.manual_seed(5)
+    dense = nn.Embedding(9, 6)
+    torch.testing.assert_close(
+        ts.collect_state_dict(layer)["weight"], dense.weight.detach(), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_given_table_is_let_go(dim: int) -> None:
+    """A layer built from a table copies and pickles without it, and resets as torch does."""
+    run_ranks(given_table_is_let_go, 2, dim)

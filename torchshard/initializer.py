@@ -49,6 +49,11 @@ class Initializer(ABC):
         """Whether the values come from the random stream of this process."""
         return True
 
+    @property
+    def later(self) -> Initializer:
+        """What sets the parameter when it is reset, after its first values."""
+        return self
+
     @abstractmethod
     def fill(self, shard: Tensor, part: Part) -> None:
         """Set `shard`, which lies in its whole tensor as `part` says, in place."""
@@ -182,15 +187,41 @@ class ZeroRow(Initializer):
 
 
 @dataclass(frozen=True)
+class Kept(Initializer):
+    """The values that are there already."""
+
+    @property
+    def is_random(self) -> bool:
+        """Nothing is drawn."""
+        return False
+
+    def fill(self, shard: Tensor, part: Part) -> None:
+        """Leave `shard` as it is."""
+
+
+@dataclass(frozen=True)
 class Given(Initializer):
-    """Values that the caller has: the whole tensor, of which each rank takes its part."""
+    """Values that the caller has: the whole tensor, of which each rank takes its part.
+
+    For the first values only, so that the layer does not hold the whole tensor.
+
+    Args:
+        whole: The whole tensor.
+        then: What a reset sets; None leaves the values that are there.
+    """
 
     whole: Tensor
+    then: Initializer | None = None
 
     @property
     def is_random(self) -> bool:
         """The caller answers for equal values on all ranks; rank 0's are sent anyway."""
         return True
+
+    @property
+    def later(self) -> Initializer:
+        """What a reset sets."""
+        return self.then or Kept()
 
     def fill(self, shard: Tensor, part: Part) -> None:
         """Set `shard` in place."""

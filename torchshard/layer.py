@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import torch
@@ -143,6 +143,10 @@ class ParallelLayer(nn.Module, ABC):
             self._register(name, tensor, is_buffer=name in buffers)
         self._remember_tensors()
         self.reset_parameters()
+        self._specs = {
+            name: replace(spec, init=spec.init.later)
+            for name, spec in self._specs.items()
+        }
 
     def _expect_inputs(self) -> None:
         """Check that inputs given by position and by keyword find the same layout."""

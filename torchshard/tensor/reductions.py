@@ -107,7 +107,7 @@ def _norm(
         return _marked(local_call(func, args, kwargs), x, dims, keepdim)
     order = named.get(first, 2)
     order = 2 if order in (None, "fro") else order
-    if not isinstance(order, int | float) or order < 1:
+    if not isinstance(order, int | float) or order <= 0:
         raise mixes("norm", x.sharding, f"of order {order!r} has no rule")
     dtype = named.get("dtype") or _torch_dtype(func, x)
     magnitudes = x.to_local().to(_wide(dtype)).abs()

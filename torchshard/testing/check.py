@@ -118,14 +118,15 @@ def _state(case: Case) -> float:
 
 
 def _meta_device(case: Case) -> float:
-    """Built on the meta device and reset, the layer has the values of a usual one."""
+    """Built on the meta device and reset, the layer has the values of a usual one, reset."""
     if not isinstance(case.build(), ParallelLayer) or not _takes_device(case):
         return 0.0
     late = cast(ParallelLayer, case.build(device="meta").to_empty(device="cpu"))
     torch.manual_seed(12)
     late.reset_parameters()
+    usual = cast(ParallelLayer, case.build())
     torch.manual_seed(12)
-    usual = case.build()
+    usual.reset_parameters()
     return _same_tensors(dict(late.state_dict()), dict(usual.state_dict()), 0.0)
 
 
