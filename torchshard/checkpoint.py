@@ -8,18 +8,18 @@ equal chunks that a DTensor placement alone describes.
 from __future__ import annotations
 
 import itertools
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardPlacement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torchshard import layout
 from torchshard.distributed.groups import ShardGroup
-from torchshard.layout import Ranges, Shard
+from torchshard.layout import Ranges
 from torchshard.state import sharded_entries
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def sharded_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
@@ -37,8 +37,10 @@ def sharded_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
     for key, layer, name in sharded_entries(model, prefix):
         group = layer.group
         if group.size > 1:
-            mesh = meshes.setdefault(group, _mesh(group, state[key]))
-            dim = cast(Shard, layer.specs[name].layout).dim % state[key].dim()
+            if group not in meshes:
+                meshes[group] = _mesh(group, state[key])
+            mesh = meshes[group]
+            dim = cast(layout.Shard, layer.specs[name].layout).dim % state[key].dim()
             ranges = cast(Ranges, layer.ranges_of(name))
             state[key] = _as_dtensor(state[key], dim, ranges, group, mesh)
     return state
@@ -54,6 +56,11 @@ def _as_dtensor(
     shard: Tensor, dim: int, ranges: Ranges, group: ShardGroup, mesh: DeviceMesh
 ) -> DTensor:
     """Return `shard` as a DTensor whose chunks are this rank's ranges of `dim`."""
+    # Here, not above: half a second, which only a checkpoint is worth.
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
     chunks, offsets, place = [], [], 0
     for start, stop in _chunk_bounds(ranges, group.rank):
         chunks.append(shard.narrow(dim, place, stop - start))
@@ -68,7 +75,7 @@ def _as_dtensor(
     whole = shard.new_empty(shape, device="meta")
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     # Not DTensor.from_local, which views the chunks as one tensor: only some can be.
-    spec = DTensorSpec(mesh, (ShardPlacement(dim),), meta)
+    spec = DTensorSpec(mesh, (Shard(dim),), meta)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call] # torch's
 
 
