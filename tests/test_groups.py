@@ -192,3 +192,13 @@ def test_groups_are_copied_and_pickled_by_their_place():
         " group. Load it on the same rank of a group of the same size, or load a collected"
         " state dict instead."
     )
+
+
+def main_process():
+    return ts.distributed.is_main_process()
+
+
+def test_one_main_process_in_the_world():
+    """Rank 0 of the world is the main process, whatever the groups; alone, one is it."""
+    assert run_ranks(main_process, 4, group_size=2) == [True, False, False, False]
+    assert main_process()

@@ -16,6 +16,7 @@ from torchshard.distributed.groups import (
     get_world_size,
     init_process_group,
     is_initialized,
+    is_main_process,
     model_group,
     resolve_group,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "get_world_size",
     "init_process_group",
     "is_initialized",
+    "is_main_process",
     "leave_model_parallel",
     "model_group",
     "reduce",

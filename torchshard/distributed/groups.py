@@ -202,6 +202,11 @@ def get_data_parallel_group() -> dist.ProcessGroup | None:
     return _mesh.get_group("data")
 
 
+def is_main_process() -> bool:
+    """Return whether this is rank 0 of the world, the one to print and to write files."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def get_rank() -> int:
     """Return the rank of this process in its model group."""
     return model_group().rank
