@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
@@ -46,6 +47,11 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+_FUSED: dict[type[nn.Module], dict[str, Any]] = {
+    nn.TransformerEncoderLayer: {"activation_relu_or_gelu": 0},
+    nn.TransformerEncoder: {"use_nested_tensor": False},
+}
+"""What keeps torch's encoders from paths that read the weights of their parts themselves."""
 
 
 @dataclass
@@ -80,7 +86,8 @@ class _Conversion:
     def __str__(self) -> str:
         how = ", ".join(f"{key}={value}" for key, value in self.sharding.items())
         new = f"{self.layer_class.__name__}({how})"
-        return f"{' = '.join(self.paths)}: {type(self.module).__name__} -> {new}"
+        names = " = ".join(_name(path) for path in self.paths)
+        return f"{names}: {type(self.module).__name__} -> {new}"
 
 
 def plan_conversion(
@@ -101,37 +108,64 @@ def plan_conversion(
     """
     classes = _classes_by_dense(layers)
     found = ConversionPlan(unused=list(plan))
-    by_module: dict[int, _Conversion] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        pattern = next((p for p in plan if fnmatch.fnmatchcase(path, p)), None)
-        if pattern is None:
-            if type(module) in classes and not _inside(path, found.layers):
-                found.untouched.append(path)
-            continue
-        if pattern in found.unused:
-            found.unused.remove(pattern)
-        rule = plan[pattern]
-        if rule is None:
-            continue
-        layer_class, sharding = _resolved(path, module, rule, classes)
-        conversion = by_module.setdefault(
-            id(module), _Conversion(module, layer_class, sharding, [])
-        )
-        if conversion.sharding != sharding:
-            raise LayoutError(
-                f"{path} and {conversion.paths[0]} are one module, but the plan divides it"
-                f" both as {sharding} and as {conversion.sharding}."
-            )
-        conversion.paths.append(path)
-        if conversion not in found.layers:
-            found.layers.append(conversion)
+    for module, paths in _modules(model):
+        rules = {}
+        for path in paths:
+            pattern = _matching(path, plan)
+            if pattern is not None:
+                rules[path] = plan[pattern]
+                found.unused = [other for other in found.unused if other != pattern]
+        whole = _inside(paths[0], found.layers)
+        if any(rule is not None for rule in rules.values()):
+            if whole is not None:
+                raise LayoutError(
+                    f"{paths[0]} is a part of {whole}, which the plan converts whole."
+                    " Leave one of them out."
+                )
+            found.layers.append(_settled(module, paths, rules, classes))
+        elif not rules and type(module) in classes and whole is None:
+            found.untouched += paths
     return found
 
 
-def _inside(path: str, conversions: list[_Conversion]) -> bool:
-    """Return whether `path` is a part of a module that is converted whole."""
+def _matching(path: str, plan: Mapping[str, Rule]) -> str | None:
+    """Return the first pattern that matches; the model itself is named by "" alone."""
+    if not path:
+        return "" if "" in plan else None
+    return next((p for p in plan if p and fnmatch.fnmatchcase(path, p)), None)
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Yield every module once, with all its paths."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    yield from paths.items()
+
+
+def _settled(
+    module: nn.Module,
+    paths: list[str],
+    rules: Mapping[str, Rule],
+    classes: Mapping[type[nn.Module], LayerClass],
+) -> _Conversion:
+    """Return how the module is divided, at all of its paths, as the rules for some say."""
+    (first, rule), *others = rules.items()
+    for path, other in others:
+        if other != rule:
+            raise LayoutError(
+                f"{path} and {first} are one module, but the plan divides it both as"
+                f" {other!r} and as {rule!r}."
+            )
+    layer_class, sharding = _resolved(first, module, rule or {}, classes)
+    return _Conversion(module, layer_class, sharding, paths)
+
+
+def _inside(path: str, conversions: list[_Conversion]) -> str | None:
+    """Return the module, to be converted whole, of which `path` is a part."""
     whole = (parent for conversion in conversions for parent in conversion.paths)
-    return any(path.startswith(f"{parent}.") for parent in whole)
+    inside = (name for name in whole if not name or path.startswith(f"{name}."))
+    return next((_name(name) for name in inside), None)
 
 
 def _classes_by_dense(
@@ -140,7 +174,14 @@ def _classes_by_dense(
     import layer_zoo
 
     known = [getattr(layer_zoo, name) for name in layer_zoo.__all__]
-    classes = [*known, *(layers or ())]
+    own = list(layers or ())
+    for cls in own:
+        if cls.dense_class is None:
+            raise LayoutError(
+                f"{cls.__name__} in layers=[...] has no dense_class. Set it to the class of"
+                " the modules that it stands for."
+            )
+    classes = [*known, *own]
     return {cls.dense_class: cls for cls in classes if cls.dense_class is not None}
 
 
@@ -152,7 +193,7 @@ def _resolved(
 ) -> tuple[LayerClass, dict[str, Any]]:
     """Return the class and the arguments for dividing `module` as `rule` says."""
     if type(module) not in classes:
-        raise LayoutError(f"{path}: {_why_not(module, classes)}")
+        raise LayoutError(f"{_name(path)}: {_why_not(module, classes)}")
     layer_class = classes[type(module)]
     if not isinstance(rule, str):
         return layer_class, dict(rule)
@@ -160,7 +201,7 @@ def _resolved(
     fitting = [name for name, split in _SPLITS.items() if bool(split) == takes_dim]
     if rule not in fitting:
         raise LayoutError(
-            f"{path}: {layer_class.__name__} cannot be divided as {rule!r}."
+            f"{_name(path)}: {layer_class.__name__} cannot be divided as {rule!r}."
             f" Expected one of {', '.join(fitting)}, or a dict of its arguments."
         )
     return layer_class, dict(_SPLITS[rule])
@@ -207,8 +248,8 @@ def parallelize(
 
     Args:
         model: A model of torch.nn layers.
-        plan: For patterns of module names, with `*` for any characters, how to divide:
-            `"column"` or `"row"` for linear layers and convolutions, `"vocabulary"` or
+        plan: For patterns of module names, with `*` for any characters and `""` for the
+            model itself, how to divide: `"column"` or `"row"` for linear layers and convolutions, `"vocabulary"` or
             `"embedding_dim"` for embeddings, `"heads"` for attention, a dict of arguments of
             the sharded class, or None to leave the module whole. The first that matches
             holds.
@@ -268,17 +309,12 @@ def convert_layers(
     """
     dense = layer_class.dense_class
     found = ConversionPlan()
-    by_module: dict[int, _Conversion] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for module, paths in _modules(model):
         is_lazy = isinstance(module, nn.modules.lazy.LazyModuleMixin)
         if is_lazy and dense is not None and isinstance(module, dense):
-            raise LayoutError(f"{path}: {_why_not(module, {})}")
+            raise LayoutError(f"{_name(paths[0])}: {_why_not(module, {})}")
         if type(module) is dense:
-            conversion = by_module.setdefault(
-                id(module), _Conversion(module, layer_class, sharding, [])
-            )
-            conversion.paths.append(path)
-    found.layers = list(by_module.values())
+            found.layers.append(_Conversion(module, layer_class, sharding, paths))
     return _carried_out(model, found, resolve_group(group), gather_batch, {})
 
 
@@ -289,19 +325,43 @@ def _carried_out(
     gather_batch: bool,
     options: Mapping[str, Any],
 ) -> nn.Module:
+    _expect_options_used(found.layers, options)
     blanks = [_blank(conversion, group, options) for conversion in found.layers]
     _expect_ties_alike(model, found.layers, blanks)
     moved: dict[int, nn.Parameter] = {}
-    for conversion, layer in zip(found.layers, blanks, strict=True):
+    # Taken off the list, so that the whole weights of a layer go when its shards are cut.
+    layers, found.layers = found.layers[::-1], []
+    for layer in blanks:
+        conversion = layers.pop()
         _take_over(layer, conversion.module, moved)
         layer.gather_batch = gather_batch
         for path in conversion.paths:
             if not path:
                 return layer
-            parent, _, name = path.rpartition(".")
-            model.get_submodule(parent)._modules[name] = layer
+            _put(model, path, layer)
     _leave_fused_paths(model)
     return model
+
+
+def _name(path: str) -> str:
+    return path or "the model"
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module
+
+
+def _expect_options_used(
+    conversions: list[_Conversion], options: Mapping[str, Any]
+) -> None:
+    """Check that every option is an argument of one of the layers."""
+    classes = {conversion.layer_class for conversion in conversions}
+    taken = {name for cls in classes for name in inspect.signature(cls).parameters}
+    unknown = sorted(options.keys() - taken)
+    if classes and unknown:
+        names = ", ".join(sorted(cls.__name__ for cls in classes))
+        raise LayoutError(f"The options {unknown} are arguments of none of {names}.")
 
 
 def _blank(
@@ -309,11 +369,32 @@ def _blank(
 ) -> ParallelLayer:
     """Return the new layer without storage: its layouts are known, nothing is drawn."""
     dense, cls = conversion.module, conversion.layer_class
+    path = _name(conversion.paths[0])
     taken = inspect.signature(cls).parameters.keys()
+    unknown = sorted(conversion.sharding.keys() - taken)
+    if unknown:
+        raise LayoutError(f"{path}: {cls.__name__} takes no arguments {unknown}.")
     extra = {key: value for key, value in options.items() if key in taken}
     arguments = {**cls.dense_arguments(dense), **extra, **conversion.sharding}
     make = cast(Callable[..., ParallelLayer], cls)
-    return make(**arguments, group=group, device="meta")
+    try:
+        layer = make(**arguments, group=group, device="meta")
+    except LayoutError as error:
+        raise LayoutError(f"{path}: {error}") from error
+    _expect_same_tensors(path, dense, layer)
+    return layer
+
+
+def _expect_same_tensors(path: str, dense: nn.Module, layer: ParallelLayer) -> None:
+    """Check that `dense` holds what its class does, and nothing recomputes its weights."""
+    held = {name: tuple(tensor.shape) for name, tensor in _named(dense)}
+    expected = {name: spec.shape for name, spec in layer.specs.items()}
+    if held != expected:
+        raise LayoutError(
+            f"{path} holds {held}, but a {type(dense).__name__} to divide holds"
+            f" {expected}. Undo what changes its weights (weight_norm, pruning, a"
+            " parametrization) before it is divided."
+        )
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -370,28 +451,51 @@ def _take_over(
         if is_parameter and id(tensor) in moved:
             layer.set_tensor(name, moved[id(tensor)])
             continue
-        own = layer.own_state(name, name, tensor.detach()).clone()
-        if layer.ranges_of(name) is None and not own.is_meta:
-            own = collectives.broadcast(own, layer.group)
-        if is_parameter:
-            own = nn.Parameter(own, requires_grad=tensor.requires_grad)
-            moved[id(tensor)] = own
+        if layer.ranges_of(name) is None:
+            # The same object, which other modules may share.
+            own = tensor
+            if not own.is_meta:
+                own.copy_(collectives.broadcast(own.detach(), layer.group))
+        else:
+            own = _own_copy(layer, name, tensor.detach())
+            if is_parameter:
+                own = nn.Parameter(own, requires_grad=tensor.requires_grad)
+                moved[id(tensor)] = own
         layer.set_tensor(name, own)
-    layer.train(dense.training)
+    _take_over_behaviour(layer, dense)
+
+
+def _own_copy(layer: ParallelLayer, name: str, whole: Tensor) -> Tensor:
+    """Return this rank's shard of `whole`, in storage of its own."""
+    own = layer.own_state(name, name, whole)
+    return own.clone() if own.shape == whole.shape else own
+
+
+def _take_over_behaviour(new: nn.Module, old: nn.Module) -> None:
+    """Give `new` the training mode and the hooks of `old`."""
+    new.train(old.training)
     for hooks in _HOOKS:
         # The dict itself, not a copy: the handle that removes a hook refers to it.
-        if hooks in dense.__dict__:
-            layer.__dict__[hooks] = dense.__dict__[hooks]
+        new.__dict__[hooks] = old.__dict__[hooks]
+    new._is_full_backward_hook = old._is_full_backward_hook
+    for hook in new._load_state_dict_pre_hooks.values():
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(new)  # type: ignore[attr-defined] # torch's wrapper
 
 
 def _leave_fused_paths(model: nn.Module) -> None:
-    """Keep torch's encoder from its fused path, which reads the weights of its parts itself."""
     for module in model.modules():
-        divided = any(isinstance(part, ParallelLayer) for part in module.modules())
-        if isinstance(module, nn.TransformerEncoderLayer) and divided:
-            module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder) and divided:
-            module.use_nested_tensor = False
+        if any(isinstance(part, ParallelLayer) for part in module.modules()):
+            for cls, switches in _FUSED.items():
+                if isinstance(module, cls):
+                    kept = {name: getattr(module, name) for name in switches}
+                    module.__dict__.setdefault("_fused_when_dense", kept)
+                    module.__dict__.update(switches)
+
+
+def _restore_fused_paths(model: nn.Module) -> None:
+    for module in model.modules():
+        module.__dict__.update(module.__dict__.pop("_fused_when_dense", {}))
 
 
 @torch.no_grad()
@@ -423,8 +527,8 @@ def to_dense(model: nn.Module) -> nn.Module:
             whole[id(layer)] = _dense_of(layer, moved)
         if not path:
             return whole[id(layer)]
-        parent, _, name = path.rpartition(".")
-        model.get_submodule(parent)._modules[name] = whole[id(layer)]
+        _put(model, path, whole[id(layer)])
+    _restore_fused_paths(model)
     return model
 
 
@@ -435,16 +539,13 @@ def _dense_of(layer: ParallelLayer, moved: dict[int, nn.Parameter]) -> nn.Module
     given = {key: value for key, value in arguments.items() if key in taken}
     dense = dense_class(**given, device="meta")
     for name, tensor in _named(layer):
-        if id(tensor) in moved:
-            value: Tensor = moved[id(tensor)]
-        else:
+        value: Tensor = moved.get(id(tensor), tensor)
+        if id(tensor) not in moved and layer.ranges_of(name) is not None:
             value = gathered(tensor.detach(), layer, name).clone()
-        if isinstance(tensor, nn.Parameter) and id(tensor) not in moved:
-            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-            moved[id(tensor)] = value
+            if isinstance(tensor, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                moved[id(tensor)] = value
         path, _, leaf = name.rpartition(".")
         setattr(dense.get_submodule(path), leaf, value)
-    dense.train(layer.training)
-    for hooks in _HOOKS:
-        dense.__dict__[hooks] = layer.__dict__[hooks]
+    _take_over_behaviour(dense, layer)
     return dense
