@@ -1,6 +1,6 @@
 """torchshard: torch.nn layers sliced over ranks, and the tools to make new ones."""
 
-from torchshard import distributed, errors, nn
+from torchshard import amp, distributed, errors, nn, optim, utils
 from torchshard.checkpoint import sharded_state_dict
 from torchshard.checks import expect_indices
 from torchshard.convert import (
@@ -62,6 +62,7 @@ __all__ = [
     "Whole",
     "ZeroRow",
     "__version__",
+    "amp",
     "collect_state_dict",
     "convert_layers",
     "covering",
@@ -73,6 +74,7 @@ __all__ = [
     "init_process_group",
     "kaiming_uniform",
     "nn",
+    "optim",
     "parallelize",
     "plan_conversion",
     "ranges_of",
@@ -81,6 +83,7 @@ __all__ = [
     "sharded_state_dict",
     "split_of",
     "to_dense",
+    "utils",
     "xavier_normal",
     "xavier_uniform",
 ]

@@ -43,8 +43,8 @@ def shard_init_helper_(
     Example:
         >>> import torchshard as ts
         >>> layer = ts.nn.ParallelLinear(4, 6, dim=1)
-        >>> shard_init_helper_(torch.nn.init.constant_, layer.bias.requires_grad_(False), val=0.5)[0]
-        tensor(0.5000)
+        >>> shard_init_helper_(torch.nn.init.constant_, layer.bias, val=0.5)[0].item()
+        0.5
     """
     place = owner_of(tensor)
     if place is None:

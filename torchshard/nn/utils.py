@@ -126,7 +126,6 @@ def _total_norm(
     for parameter, place in places:
         norms = whole if place is None else by_group.setdefault(place[0].group, [])
         norms.append(_own_norm(parameter, place, norm_type, dtype))
-    device = next((norm.device for norm in whole if norm.device.type != "cpu"), None)
     for group, norms in by_group.items():
         # By rank and parameter. Norms, not powers, which would overflow.
         own = torch.stack([norm.to(norms[0].device) for norm in norms])
@@ -134,9 +133,10 @@ def _total_norm(
         whole.extend(torch.linalg.vector_norm(ranks, norm_type, dim=0))
     if not whole:
         return torch.tensor(0.0)
-    device = device or whole[0].device
+    devices = {norm.device for norm in whole}
+    device = max(devices, key=lambda device: (device.type != "cpu", str(device)))
     stacked = torch.stack([norm.to(device) for norm in whole])
-    total = torch.linalg.vector_norm(stacked, norm_type)
+    total: Tensor = torch.linalg.vector_norm(stacked, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so they"
@@ -157,6 +157,8 @@ def _own_norm(
     if elements is None or elements.numel() == 0:
         neutral = 0.0 if norm_type >= 0 else math.inf
         return torch.full((), neutral, dtype=dtype, device=parameter.device)
+    if elements.is_complex():
+        elements = elements.abs()
     norm = torch.linalg.vector_norm(elements, norm_type, dtype=dtype)
     return _without_dtensor(norm)
 
