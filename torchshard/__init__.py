@@ -3,6 +3,13 @@
 from torchshard import amp, distributed, errors, nn, optim, utils
 from torchshard.checkpoint import sharded_state_dict
 from torchshard.checks import expect_indices
+from torchshard.compatibility import (
+    get_parallel_dim,
+    register_parallel_attribute,
+    register_parallel_dim,
+    set_attribute,
+    slice,
+)
 from torchshard.convert import (
     convert_layers,
     parallelize,
@@ -71,6 +78,7 @@ __all__ = [
     "errors",
     "expect_indices",
     "fan_in_uniform",
+    "get_parallel_dim",
     "init_process_group",
     "kaiming_uniform",
     "nn",
@@ -79,8 +87,12 @@ __all__ = [
     "plan_conversion",
     "ranges_of",
     "register_ddp_parameters_to_ignore",
+    "register_parallel_attribute",
+    "register_parallel_dim",
     "relocate_state_dict",
+    "set_attribute",
     "sharded_state_dict",
+    "slice",
     "split_of",
     "to_dense",
     "utils",

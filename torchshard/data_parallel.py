@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _averaged = WeakIdKeyDictionary()
 
 
-def register_ddp_parameters_to_ignore(model: nn.Module) -> None:
+def register_ddp_parameters_to_ignore(model: nn.Module) -> list[str]:
     """Have DistributedDataParallel leave the shards of `model` alone, wherever they are nested.
 
     Call it on the module that is wrapped, before it is wrapped. With several data-parallel
@@ -34,6 +34,9 @@ def register_ddp_parameters_to_ignore(model: nn.Module) -> None:
     averaged over its replicas in those groups, after every backward.
 
     Names that the model already wants ignored stay so.
+
+    Returns:
+        The names of the shards.
     """
     before: Iterable[str] = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     shards = [
@@ -47,6 +50,7 @@ def register_ddp_parameters_to_ignore(model: nn.Module) -> None:
     for _, tensor in shards:
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             _average_over_replicas(tensor)
+    return [name for name, _ in shards]
 
 
 def _average_over_replicas(parameter: nn.Parameter) -> None:
