@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+import torchshard as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharded_cases import close, marked, randoms
@@ -21,7 +22,7 @@ from torchshard.layout import (
     ranges_of_lengths,
 )
 from torchshard.nn.functional import parallel_cross_entropy
-from torchshard.tensor import ShardedTensor
+from torchshard.tensor import ShardedTensor, cross_entropy
 from torchshard.testing.ranks import run_ranks
 
 WORLDS = [1, 2, 4]
@@ -347,3 +348,30 @@ def lost_marks():
 def test_the_loss_finds_the_mark_after_other_operations():
     """R5: logits that were scaled, viewed, cloned or cast give the dense loss."""
     run_ranks(lost_marks, 2)
+
+
+def blocks_of_rows(block):
+    cross_entropy._BLOCK = block
+    generator = torch.Generator().manual_seed(9)
+    group = ts.distributed.model_group()
+    for shape in ((7, 5), (3, 5, 4)):
+        dense = torch.randn(shape, generator=generator, dtype=torch.float64)
+        target = torch.randint(5, (shape[0], *shape[2:]), generator=generator)
+        weight = torch.rand(5, generator=generator, dtype=torch.float64)
+        options = {"weight": weight, "label_smoothing": 0.2}
+        whole_logits, leaf = dense.clone().requires_grad_(), dense.requires_grad_()
+        expected = F.cross_entropy(whole_logits, target, **options)
+        expected.backward()
+        ranges = ts.ranges_of("c", {"c": ts.Axis(5)}, group.size)
+        shard = ts.distributed.scatter(leaf, 1, ranges=ranges)
+        sharded = ts.ShardedTensor.from_local(shard, 1, ranges=ranges)
+        loss = ts.nn.functional.parallel_cross_entropy(sharded, target, **options)
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(leaf.grad, whole_logits.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("block", [1, 7, 10**9])
+def test_rows_taken_in_blocks_give_the_loss_of_all(block):
+    """Statistics of one row, of some or of all rows at a time are the same."""
+    run_ranks(blocks_of_rows, 3, block)

@@ -28,6 +28,9 @@ from torchshard.tensor.sharded import ShardedTensor, Sharding, mixes, rule, whol
 
 Reduction: TypeAlias = Literal["none", "mean", "sum"]
 
+_BLOCK = 1 << 16
+"""Logits whose statistics are taken at once: 256 KiB of float32, which a core's cache holds."""
+
 
 class _Options(NamedTuple):
     sharding: Sharding
@@ -195,13 +198,10 @@ def _exchanged(
     """Return the rows' statistics over all ranks: the loss' one collective."""
     sharding = options.sharding
     dim, ranges, group = sharding.dim, sharding.ranges, sharding.group
-    highest, shifted, sum_exp = _local_statistics(x, dim)
     own, places = _own_targets(columns, sharding)
-    rows = [highest, sum_exp, _picked(x, dim, own, places)]
     own_weight = None if weight is None else _own_weight(weight, x, sharding)
-    if options.label_smoothing:
-        weighted = shifted if own_weight is None else shifted * own_weight
-        rows.append(weighted.sum(dim, keepdim=True))
+    statistics = _local_statistics(x, dim, own_weight, bool(options.label_smoothing))
+    rows = [*statistics[:2], _picked(x, dim, own, places), *statistics[2:]]
     packets = collectives.stack(torch.stack(rows), group)
     all_highest, all_sums = packets[:, 0], packets[:, 1]
     most = all_highest.amax(0)
@@ -210,21 +210,50 @@ def _exchanged(
     smooth = None
     if options.label_smoothing:
         shares = _weight_sums(weight, x, ranges.lengths)
-        shares = shares.reshape(-1, *[1] * highest.dim())
+        shares = shares.reshape(-1, *[1] * (all_highest.dim() - 1))
         lifted = torch.where(shares != 0, shares * (base - all_highest), 0)
         smooth = shares.sum() * log_sum + (lifted - packets[:, 3]).sum(0)
     return _Packet(base, log_sum, packets[:, 2].sum(0), smooth)
 
 
-def _local_statistics(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this shard's maximum, `x - maximum` and sum of exponentials, in fp32 or better."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+def _local_statistics(
+    x: Tensor, dim: int, own_weight: Tensor | None, is_smoothed: bool
+) -> list[Tensor]:
+    """Return this shard's maximum, sum of exp(x - maximum) and, smoothed, sum of w (x - maximum).
+
+    In fp32 or better. The rows are taken in blocks that fit a cache, so that no second tensor
+    of the logits' size exists and each block is read from memory once.
+    """
     if x.shape[dim] == 0:
-        nothing = x.sum(dim, keepdim=True)
-        return nothing + float("-inf"), x, nothing
+        nothing = x.sum(dim, keepdim=True).to(
+            torch.promote_types(x.dtype, torch.float32)
+        )
+        return [nothing + float("-inf"), nothing, *([nothing] if is_smoothed else [])]
+    if dim == 0 or torch.compiler.is_compiling():
+        return _block_statistics(x, dim, own_weight, is_smoothed)
+    num_rows = max(1, _BLOCK // max(1, x[:1].numel()))
+    blocks = [
+        _block_statistics(block, dim, own_weight, is_smoothed)
+        for block in x.split(num_rows)
+    ]
+    return (
+        blocks[0]
+        if len(blocks) == 1
+        else [torch.cat(s) for s in zip(*blocks, strict=True)]
+    )
+
+
+def _block_statistics(
+    x: Tensor, dim: int, own_weight: Tensor | None, is_smoothed: bool
+) -> list[Tensor]:
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     highest = x.amax(dim, keepdim=True)
     shifted = x - torch.where(highest == float("-inf"), 0, highest)
-    return highest, shifted, shifted.exp().sum(dim, keepdim=True)
+    smooth = []
+    if is_smoothed:
+        weighted = shifted if own_weight is None else shifted * own_weight
+        smooth = [weighted.sum(dim, keepdim=True)]
+    return [highest, shifted.exp_().sum(dim, keepdim=True), *smooth]
 
 
 def _own_targets(columns: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
