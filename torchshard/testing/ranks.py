@@ -30,6 +30,8 @@ from torchshard.errors import RankError
 _PRELOADED = ["torch", "torch.distributed.tensor", "torchshard.testing"]
 _GRACE_S = 3.0
 """How long the other ranks may go on after one has failed, to fail with a word of their own."""
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""What gloo says on a rank whose neighbour is gone: a consequence, even if seen first."""
 
 
 def run_ranks(
@@ -169,7 +171,8 @@ def _report(
             f" {timeout_s:g} s and was killed. A rank that skips a collective leaves the"
             " others waiting."
         )
-    first = next(iter(failures))
+    causes = [r for r in failures if not any(m in failures[r] for m in _LOST_PEER)]
+    first = (causes or list(failures))[0]
     others = [rank for rank in failures if rank != first]
     lines = [f"{name}: rank {first} of {world_size} failed first."]
     if others:
