@@ -5,6 +5,8 @@ Names of tests begin with the row: R of TorchShard 0.1.0, T of public reports on
 
 import contextlib
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from torchshard.errors import GroupError
 from torchshard.state import gathered
 from torchshard.testing import run_ranks
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+
+import recipe_table
 
 SIZES = [3, 1, 4, 2]
 
@@ -165,6 +171,20 @@ def test_t60_each_shard_is_averaged_by_one_collective():
     assert run_ranks(averaged_once, 4, group_size=2) == [[0, 3, 3]] * 4
 
 
+def over_a_group_of_ones_own():
+    model = ts.parallelize(nn.Linear(4, 8), {"": "column"}, group=dist.group.WORLD)
+    assert model.weight.shape == (2, 4)
+    ts.register_ddp_parameters_to_ignore(model)
+    with CommDebugMode() as counted:
+        model(torch.ones(2, 4)).to_local().sum().backward()
+    assert counted.get_total_counts() == 0
+
+
+def test_shards_of_another_group_are_not_averaged():
+    """Over a group of the caller's own, ranks of one data group hold different shards."""
+    run_ranks(over_a_group_of_ones_own, 4, group_size=2)
+
+
 def over_the_data_group():
     dense, model = pair()
     data = ts.distributed.get_data_parallel_group()
@@ -277,10 +297,15 @@ def copies(group_size):
         }
     assert ts.collect_state_dict(average)["head.0.hidden.weight"].shape == (7, 6)
     expect_same(whole_state(average), expected)
-    # A copy is trained like the original, once it is registered itself.
+    # A copy is trained like the original, and so are parameters that loading has replaced.
     dense.load_state_dict(ts.collect_state_dict(average))
-    ts.register_ddp_parameters_to_ignore(average)
+    average.load_state_dict(average.state_dict(), assign=True)
+    average.head[1].weight.requires_grad_(False)
+    dense.head[1].weight.requires_grad_(False)
     wrapped = DistributedDataParallel(average, find_unused_parameters=True)
+    train_alike(wrapped, dense, group_size)
+    average.head[1].weight.requires_grad_(True)
+    dense.head[1].weight.requires_grad_(True)
     train_alike(wrapped, dense, group_size)
     expect_same(whole_state(average), whole_state(dense))
 
@@ -401,3 +426,11 @@ def sums_of_two_processes():
 def test_t59_gathered_batches_give_the_global_gradient(world_size):
     """T59: no factor of the world size, with batches of different sizes."""
     run_ranks(sums_of_two_processes, world_size)
+
+
+def test_the_table_of_the_recipe(monkeypatch):
+    """The example's table runs, and no ratio of gradients differs from 1."""
+    monkeypatch.setattr(recipe_table, "WORLDS", {"2": (2, -1)})
+    shown, worst = recipe_table.table()
+    assert shown.row_count == 6
+    assert worst < recipe_table.TOLERANCE

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 from torchshard import owners
-from torchshard.distributed.groups import get_data_parallel_group
+from torchshard.distributed.groups import get_data_parallel_group, model_group
 from torchshard.errors import GroupError
 
 if TYPE_CHECKING:
     from torchshard.layer import ParallelLayer
 
 _averaged = WeakIdKeyDictionary()
+_managed: WeakKeyDictionary[DistributedDataParallel, set[int]] = WeakKeyDictionary()
 
 
 def register_ddp_parameters_to_ignore(model: nn.Module) -> list[str]:
@@ -31,7 +33,8 @@ def register_ddp_parameters_to_ignore(model: nn.Module) -> list[str]:
 
     Call it on the module that is wrapped, before it is wrapped. With several data-parallel
     groups (`init_process_group(group_size)` smaller than the world) each shard's gradient is
-    averaged over its replicas in those groups, after every backward.
+    averaged over its replicas in those groups, after every backward. Shards over a group of
+    the caller's own, whose replicas only the caller knows, are left to the caller.
 
     Names that the model already wants ignored stay so.
 
@@ -61,6 +64,9 @@ def _average_over_replicas(parameter: nn.Parameter) -> None:
     group = get_data_parallel_group()
     if group is None or group.size() == 1 or parameter in _averaged:
         return
+    place = owners.owner_of(parameter)
+    if place is None or place[0].group != model_group():
+        return
 
     def average(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -74,6 +80,8 @@ def _average_over_replicas(parameter: nn.Parameter) -> None:
 def expect_ignored_shards(layer: ParallelLayer) -> None:
     """Check that a wrapper around `layer` does not treat its shards as replicas.
 
+    Shards that it ignores are averaged over their replicas from now on, if they were not.
+
     Raises:
         GroupError: If the active DistributedDataParallel spans ranks of the layer's group and
             was not told to ignore its shards: it has already overwritten them.
@@ -81,18 +89,31 @@ def expect_ignored_shards(layer: ParallelLayer) -> None:
     if layer.group.size == 1 or torch.compiler.is_compiling():
         return
     wrapper = DistributedDataParallel._get_active_ddp_module()
-    if wrapper is None or not _spans(wrapper, layer):
+    if wrapper is None:
         return
-    managed = {id(parameter) for parameter in wrapper._module_parameters}
+    managed, spans = _managed_by(wrapper), _spans(wrapper, layer)
     for name in layer.specs:
         tensor = layer.tensor_of(name)
-        if layer.ranges_of(name) is not None and id(tensor) in managed:
+        if layer.ranges_of(name) is None:
+            continue
+        if id(tensor) not in managed:
+            # Registered, but since then copied, unfrozen or assigned by load_state_dict.
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                _average_over_replicas(tensor)
+        elif spans:
             raise GroupError(
                 f"DistributedDataParallel treats {type(layer).__name__}.{name}, a shard, as"
                 " equal on all ranks, and has overwritten it with rank 0's. Call"
                 " torchshard.register_ddp_parameters_to_ignore(model) before wrapping the"
                 " model, and load its weights again."
             )
+
+
+def _managed_by(wrapper: DistributedDataParallel) -> set[int]:
+    """Return the parameters that the wrapper averages, by id; it keeps them all alive."""
+    if wrapper not in _managed:
+        _managed[wrapper] = {id(parameter) for parameter in wrapper._module_parameters}
+    return _managed[wrapper]
 
 
 def _spans(wrapper: DistributedDataParallel, layer: ParallelLayer) -> bool:
