@@ -7,6 +7,7 @@ import pytest
 import torch
 import torchshard as ts
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torchshard.state import gathered
 from torchshard.testing import run_ranks
@@ -68,11 +69,12 @@ def clips_as_dense(as_iterable, norm_type):
     for scale, max_norm in ((1.0, 0.5), (1e-3, 5.0), (1e200, 0.7)):
         dense = dense_model(scale)
         model = sharded_model(dense)
-        target = model.parameters() if as_iterable else model
+        # A parameter that is given twice counts once.
+        target = [*model.parameters(), model[4].weight] if as_iterable else model
         expected = torch.nn.utils.clip_grad_norm_(
             dense.parameters(), max_norm, norm_type
         )
-        before = ts.nn.utils.get_total_norm(model, norm_type)
+        before = ts.nn.utils.get_total_norm(target, norm_type)
         norm = ts.nn.utils.clip_grad_norm_(target, max_norm, norm_type)
         torch.testing.assert_close(norm, expected)
         assert torch.equal(norm, before)
@@ -87,10 +89,37 @@ def every_norm():
             clips_as_dense(as_iterable, norm_type)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_r25_t61_clipping_equals_dense(world_size):
+@pytest.mark.parametrize(
+    ("world_size", "group_size"), [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]
+)
+def test_r25_t61_clipping_equals_dense(world_size, group_size):
     """R25, T61: norm and clipped gradients are the dense ones, bit for bit alike on all ranks."""
-    run_ranks(every_norm, world_size)
+    run_ranks(every_norm, world_size, group_size=group_size)
+
+
+def under_fully_shard():
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+    model = ts.parallelize(
+        copy.deepcopy(dense), {"0": {"dim": 1, "gather_output": True}}
+    )
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=ts.distributed.get_mesh()["data"])
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for each in (model, dense):
+        each(x).square().sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.5)
+    norm = ts.nn.utils.clip_grad_norm_(model, 0.5)
+    assert type(norm) is torch.Tensor
+    torch.testing.assert_close(norm, expected)
+    grad = gathered(model[0].weight.grad.full_tensor(), model[0], "weight")
+    torch.testing.assert_close(grad, dense[0].weight.grad)
+    torch.testing.assert_close(model[2].bias.grad.full_tensor(), dense[2].bias.grad)
+
+
+def test_t61_parameters_of_both_kinds_under_fully_shard():
+    """T61: shards that FSDP2 divides once more, beside whole parameters, are one norm."""
+    run_ranks(under_fully_shard, 4, group_size=2)
 
 
 def overlapping_counts_once():

@@ -1,7 +1,8 @@
 """Mirror of torch.nn.utils: the gradient norm of a model of which ranks hold shards.
 
 Every rank of the shards' groups calls these functions with the same parameters in the same
-order. One small all-gather for each group, whatever the number of parameters.
+order. One small all-gather for each group, whatever the number of parameters; gradients that
+FSDP has divided as well, DTensors, take one all-reduce each.
 """
 
 from __future__ import annotations
