@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchshard.errors import LayoutError
+from torchshard.owners import owner_of
 from torchshard.tensor import whole
 from torchshard.testing import run_ranks
 
@@ -505,6 +506,31 @@ def loading_swaps_nothing():
 def test_t56_loading_never_swaps_modules():
     """T56: a dense state dict loads into the converted model, its layers and parameters stay."""
     run_ranks(loading_swaps_nothing, 2)
+
+
+def assigning_keeps_owners():
+    dense = seeded(models.ViT)
+    model = ts.parallelize(copy.deepcopy(dense), models.VIT_PLAN)
+    model.encoder.layers[0].self_attn.get_parameter("out_proj.weight").requires_grad_(
+        False
+    )
+    for state in (dense.state_dict(), dense.state_dict(keep_vars=True)):
+        model.load_state_dict(state, assign=True)
+        for layer in model.modules():
+            if isinstance(layer, ts.ParallelLayer):
+                for name in layer.specs:
+                    tensor = layer.tensor_of(name)
+                    assert owner_of(tensor) == (layer, name)
+                    frozen = layer is model.encoder.layers[0].self_attn
+                    frozen = frozen and name == "out_proj.weight"
+                    assert tensor.requires_grad == (not frozen)
+    names = ts.register_ddp_parameters_to_ignore(model)
+    assert "encoder.layers.1.self_attn.out_proj.weight" in names
+
+
+def test_t56_assigned_parameters_belong_to_their_layers():
+    """T56: after `load_state_dict(assign=True)` the new parameters are known as shards."""
+    run_ranks(assigning_keeps_owners, 2)
 
 
 def on_the_meta_device():

@@ -457,14 +457,31 @@ class ParallelLayer(nn.Module, ABC):
         return whole(marked) if self._gather_output else marked
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Take whole or local tensors, or DTensors: the shape says which."""
+        assigns = local_metadata.get("assign_to_params_buffers", False)
         for name in self._specs:
             key = prefix + name
             if key in state_dict:
-                state_dict[key] = self.own_state(key, name, state_dict[key])
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+                own = self.own_state(key, name, state_dict[key])
+                state_dict[key] = self._assignable(name, own) if assigns else own
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, *args, **kwargs
+        )
+
+    def _assignable(self, name: str, own: Tensor) -> Tensor:
+        """Return `own` as the object that torch will put in the named tensor's place."""
+        old = self.tensor_of(name)
+        if isinstance(old, nn.Parameter) and not isinstance(own, nn.Parameter):
+            own = nn.Parameter(own, requires_grad=old.requires_grad)
+        owners.remember(own, self, name)
+        return own
 
     def own_state(self, key: str, name: str, value: Tensor) -> Tensor:
         """Return this rank's part of `value`, whole or already local, for parameter `name`.
