@@ -271,6 +271,24 @@ def test_a_model_of_shards_only():
     run_ranks(only_shards, 2)
 
 
+def assigned_parameter():
+    layer = ts.nn.ParallelLinear(3, 5, dim=1)
+    layer.weight = nn.Parameter(
+        torch.full_like(layer.weight, ts.distributed.get_rank())
+    )
+    optimizer = ZeroRedundancyOptimizer(layer, torch.optim.SGD, lr=0.5)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    expected = torch.full_like(layer.weight, ts.distributed.get_rank() - 0.5)
+    assert torch.equal(layer.weight, expected)
+
+
+def test_a_parameter_that_was_assigned_to_a_layer():
+    """The model's layers say what is a shard, not the history of the parameter."""
+    run_ranks(assigned_parameter, 2)
+
+
 def test_without_groups_it_is_the_plain_optimizer():
     """In one process, without torch.distributed, it trains, saves and loads."""
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchshard.errors import GroupError, StateError
 from torchshard.layer import ParallelLayer
-from torchshard.owners import is_sharded, owner_of
+from torchshard.owners import is_sharded, owner_of, remember
 from torchshard.state import gathered
 
 Parameters: TypeAlias = "nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]"
@@ -67,7 +67,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     ) -> None:
         self._parts: list[Optimizer] = []
         self._consolidated: dict[int, Any] | None = None
-        given = model.parameters() if isinstance(model, nn.Module) else model
+        given = _entered(model) if isinstance(model, nn.Module) else model
         super().__init__(given, dict(defaults))
         is_divided = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(process_group) if is_divided else None
@@ -228,6 +228,15 @@ class ZeroRedundancyOptimizer(Optimizer):
             )
             start = stop
         return {"state": state, "param_groups": groups}
+
+
+def _entered(model: nn.Module) -> Iterator[Tensor]:
+    """Return the parameters, each known by its layer, also one that was assigned to it."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLayer):
+            for name in layer.specs:
+                remember(layer.tensor_of(name), layer, name)
+    return model.parameters()
 
 
 def _settings(group: Group) -> Group:
