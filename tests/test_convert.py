@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchshard.errors import LayoutError
 from torchshard.owners import owner_of
+from torchshard.state import gathered, sharded_entries
 from torchshard.tensor import whole
 from torchshard.testing import run_ranks
 
@@ -451,6 +452,76 @@ def fused_paths():
 def test_r22_the_fused_encoder_path_is_left():
     """R22: eval without grad equals dense, with padding as nested tensors too; and is restored."""
     run_ranks(fused_paths, 2)
+
+
+# Every layer with every option
+
+
+def expect_alike(case, dense, plan, call):
+    """Compare outputs in both modes with and without grad, gradients, and the way back."""
+    dense = dense.double()
+    model = ts.parallelize(copy.deepcopy(dense), plan)
+    for training in (True, False):
+        for grad in (True, False):
+            dense.train(training)
+            model.train(training)
+            with torch.set_grad_enabled(grad):
+                expected, actual = call(dense), whole(call(model))
+            assert (actual - expected).abs().max() < 1e-10, (case, training, grad)
+    cotangent = randoms(*expected.shape, seed=8)
+    call(dense).backward(cotangent)
+    whole(call(model)).backward(cotangent)
+    owned = {key: place for key, *place in sharded_entries(model)}
+    for name, parameter in dense.named_parameters():
+        grad = model.get_parameter(name).grad
+        grad = gathered(grad, *owned[name]) if name in owned else grad
+        assert (grad - parameter.grad).abs().max() < 1e-9, (case, name)
+    back = ts.to_dense(model)
+    assert str(back) == str(dense)
+    expect_same_state(back.state_dict(), dense.state_dict())
+
+
+def every_option():
+    torch.manual_seed(0)
+    images = randoms(2, 4, 9, 8)
+    for options in (
+        {},
+        {"padding": "same", "bias": False},
+        {"stride": 2, "padding": 1},
+        {"dilation": 2, "padding": 1, "padding_mode": "reflect"},
+    ):
+        for split in ("column", "row"):
+            conv = nn.Sequential(nn.Conv2d(4, 6, 3, **options))
+            expect_alike(options, conv, {"0": split}, lambda model: model(images))
+    for options in (
+        {"bias": False},
+        {"add_bias_kv": True, "batch_first": True},
+        {"add_zero_attn": True},
+        {"kdim": 5, "vdim": 6},
+    ):
+        query = randoms(5, 3, 8)
+        key, value = (randoms(5, 3, options.get(k, 8)) for k in ("kdim", "vdim"))
+        attention = nn.Sequential(nn.MultiheadAttention(8, 4, **options))
+        expect_alike(
+            options,
+            attention,
+            {"0": "heads"},
+            lambda model, given=(query, key, value): model[0](*given)[0],
+        )
+    transformer = nn.Transformer(8, 4, 1, 1, 11, 0.0, batch_first=True)
+    plan = {
+        "*_attn": "heads",
+        "*linear1": "column",
+        "*linear2": "row",
+    }
+    source, target = randoms(3, 5, 8), randoms(3, 4, 8, seed=1)
+    expect_alike("transformer", transformer, plan, lambda model: model(source, target))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_options_of_every_layer_are_kept(world_size):
+    """Convolutions, attention and nn.Transformer equal dense with each option, and come back."""
+    run_ranks(every_option, world_size)
 
 
 # Embeddings

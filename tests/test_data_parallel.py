@@ -23,6 +23,7 @@ from torchshard.testing import run_ranks
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
+import models
 import recipe_table
 
 SIZES = [3, 1, 4, 2]
@@ -214,6 +215,38 @@ def over_the_data_group():
 def test_t57_ddp_over_the_data_group_needs_no_ignoring():
     """T57: plain shards are equal on all ranks of the data group, and torch averages them."""
     run_ranks(over_the_data_group, 4, group_size=2)
+
+
+def gpt_over_two_by_two():
+    torch.manual_seed(0)
+    dense = models.GPT().double()
+    model = ts.parallelize(copy.deepcopy(dense), models.GPT_PLAN)
+    ts.register_ddp_parameters_to_ignore(model)
+    wrapped = DistributedDataParallel(model)
+    ids = torch.randint(13, (3, 2, 3, 6), generator=torch.Generator().manual_seed(1))
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (model, dense)]
+    criterion = ts.nn.ParallelCrossEntropyLoss()
+    for batch in ids:
+        for module, groups in ((wrapped, [dist.get_rank() // 2]), (dense, [0, 1])):
+            losses = [
+                criterion(module(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+                for rows in batch[groups]
+            ]
+            (sum(losses) / len(losses)).backward()
+        ours = ts.nn.utils.clip_grad_norm_(model, 0.5)
+        theirs = torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.5)
+        assert abs(ours - theirs) < 1e-10
+        assert theirs > 0.5
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.lm_head.weight is model.transformer["wte"].weight
+    expect_same(whole_state(model), whole_state(dense), 1e-9)
+
+
+def test_t60_a_gpt_over_two_by_two_ranks():
+    """T60: tied, clipped and trained by AdamW, its replicas stay in step with dense."""
+    run_ranks(gpt_over_two_by_two, 4, group_size=2)
 
 
 # Mistakes of order
