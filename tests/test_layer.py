@@ -12,6 +12,7 @@ import torchshard as ts
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
+from torchshard import owners
 from torchshard.errors import CheckError, LayoutError, ShapeError
 from torchshard.state import collect_state_dict
 from torchshard.tensor import ShardedTensor, whole
@@ -916,3 +917,15 @@ def compiled_equals_eager():
 def test_t31_a_whole_model_compiles_into_one_graph():
     """T31: column, GELU, row, attention and loss in one graph equal eager."""
     run_ranks(compiled_equals_eager, 2)
+
+
+def assigned_parameter_has_its_layer() -> None:
+    layer = ts.nn.ParallelLinear(4, 5, dim=1)
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+    assert owners.owner_of(layer.weight) == (layer, "weight")
+    assert owners.is_sharded(layer.weight)
+
+
+def test_an_assigned_parameter_has_its_layer() -> None:
+    """A parameter put in the place of a shard is known as one."""
+    run_ranks(assigned_parameter_has_its_layer, 2)

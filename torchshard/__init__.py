@@ -10,12 +10,8 @@ from torchshard.compatibility import (
     set_attribute,
     slice,
 )
-from torchshard.convert import (
-    convert_layers,
-    parallelize,
-    plan_conversion,
-    to_dense,
-)
+from torchshard.conversion_plan import plan_conversion
+from torchshard.convert import convert_layers, parallelize, to_dense
 from torchshard.data_parallel import register_ddp_parameters_to_ignore
 from torchshard.distributed.groups import (
     ShardGroup,

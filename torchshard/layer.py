@@ -205,6 +205,12 @@ class ParallelLayer(nn.Module, ABC):
                 leaf, None if tensor is None else nn.Parameter(tensor)
             )
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Take a parameter, also one that is assigned in the place of a declared one."""
+        super().register_parameter(name, param)
+        if param is not None and name in self._specs:
+            owners.remember(param, self, name)
+
     def _remember_tensors(self) -> None:
         for name in self._specs:
             owners.remember(self.tensor_of(name), self, name)

@@ -52,7 +52,9 @@ def parallel_cross_entropy(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
+    size_average: bool | None = None,
     ignore_index: int = -100,
+    reduce: bool | None = None,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
@@ -63,7 +65,9 @@ def parallel_cross_entropy(
             logits, a plain tensor, go to torch's own function.
         target: Class indices, `(N,)`, `(N, d1, ...)` or `()`, the same on every rank.
         weight: Weight of each class, `(C,)`, whole.
+        size_average: torch's older name for a mean; leave it None.
         ignore_index: Target value whose rows count for nothing.
+        reduce: torch's older name for a reduction; leave it None.
         reduction: `"none"`, `"mean"` (weighted by the targets' class weights) or `"sum"`.
         label_smoothing: Share of the target spread evenly over all classes, 0 to 1.
 
@@ -78,6 +82,9 @@ def parallel_cross_entropy(
         ShardedOpError: If another dim than the class dim is sharded, if it is packed, or if
             the targets are probabilities.
     """
+    if size_average is not None or reduce is not None:
+        older = _Reduction.legacy_get_string(size_average, reduce)
+        reduction = cast(Reduction, older)
     if not isinstance(input, ShardedTensor):
         return F.cross_entropy(
             input,
@@ -100,13 +107,7 @@ def _cross_entropy(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """`F.cross_entropy`, and through it `nn.CrossEntropyLoss`, on a sharded class dim."""
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce")
-    named = dict(zip((*names, "reduction", "label_smoothing"), args, strict=False))
-    named |= kwargs
-    old = (named.pop("size_average", None), named.pop("reduce", None))
-    if old != (None, None):
-        named["reduction"] = _Reduction.legacy_get_string(*old)
-    return parallel_cross_entropy(**named)
+    return parallel_cross_entropy(*args, **kwargs)
 
 
 def _check(
