@@ -15,6 +15,7 @@ LEVELS = [
     ["checks", "initializer", "owners", "tensor"],
     ["data_parallel"],
     ["layer"],
+    ["conversion_plan"],
     [
         "amp",
         "checkpoint",
@@ -85,7 +86,9 @@ def violations(module, tree):
             top, _, rest = name.partition(".")
             if top in ("cli", "torchshard_cli", "templates"):
                 wrong.append(name)
-            if top == "layer_zoo" and not (is_lazy and module in ("nn", "convert")):
+            if top == "layer_zoo" and not (
+                is_lazy and module in ("nn", "conversion_plan")
+            ):
                 wrong.append(name)
             if top == PACKAGE and level_of(rest) > level_of(module):
                 wrong.append(name)

@@ -167,7 +167,7 @@ def _carried_out(
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
-    model.get_submodule(parent).modules_by_paths[name] = module
+    model.get_submodule(parent)._modules[name] = module
 
 
 def _expect_options_used(

@@ -1,0 +1,209 @@
+"""What a plan of module names would do to a model, settled whole before anything is changed."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import nn
+from torchshard.errors import LayoutError
+from torchshard.layer import ParallelLayer
+
+Rule: TypeAlias = "str | Mapping[str, Any] | None"
+LayerClass: TypeAlias = type[ParallelLayer]
+
+_SPLITS: dict[str, dict[str, Any]] = {
+    "column": {"dim": 1},
+    "row": {"dim": 0},
+    "vocabulary": {"dim": 0},
+    "embedding_dim": {"dim": 1},
+    "heads": {},
+}
+
+
+@dataclass
+class ConversionPlan:
+    """What `parallelize` would do to a model.
+
+    Attributes:
+        layers: For each module to convert, its paths in the model, its new class and the
+            arguments that say how it is divided.
+        unused: Patterns of the plan that match no module.
+        untouched: Paths of modules that could be divided and that no rule names.
+    """
+
+    layers: list[Conversion] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    untouched: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [str(conversion) for conversion in self.layers]
+        lines += [f"{path}: stays whole" for path in self.untouched]
+        lines += [f"rule {pattern!r} matches no module" for pattern in self.unused]
+        return "\n".join(lines)
+
+
+@dataclass
+class Conversion:
+    """One module to convert: where it is in the model, and how it is to be divided."""
+
+    module: nn.Module
+    layer_class: LayerClass
+    sharding: dict[str, Any]
+    paths: list[str]
+
+    def __str__(self) -> str:
+        how = ", ".join(f"{key}={value}" for key, value in self.sharding.items())
+        new = f"{self.layer_class.__name__}({how})"
+        names = " = ".join(shown_name(path) for path in self.paths)
+        return f"{names}: {type(self.module).__name__} -> {new}"
+
+
+def plan_conversion(
+    model: nn.Module,
+    plan: Mapping[str, Rule],
+    *,
+    layers: Iterable[LayerClass] | None = None,
+) -> ConversionPlan:
+    """Return what `parallelize(model, plan)` would do, without doing it.
+
+    Args:
+        model: A model of torch.nn layers.
+        plan: As for `parallelize`.
+        layers: As for `parallelize`.
+
+    Raises:
+        LayoutError: If a rule names a module that cannot be divided so.
+    """
+    classes = _classes_by_dense(layers)
+    found = ConversionPlan(unused=list(plan))
+    for module, paths in modules_by_paths(model):
+        rules = {}
+        for path in paths:
+            pattern = _matching(path, plan)
+            if pattern is not None:
+                rules[path] = plan[pattern]
+                found.unused = [other for other in found.unused if other != pattern]
+        whole = _inside(paths[0], found.layers)
+        if any(rule is not None for rule in rules.values()):
+            if whole is not None:
+                raise LayoutError(
+                    f"{paths[0]} is a part of {whole}, which the plan converts whole."
+                    " Leave one of them out."
+                )
+            found.layers.append(_settled(module, paths, rules, classes))
+        elif not rules and type(module) in classes and whole is None:
+            found.untouched += paths
+    return found
+
+
+def _matching(path: str, plan: Mapping[str, Rule]) -> str | None:
+    """Return the first pattern that matches; the model itself is named by "" alone."""
+    if not path:
+        return "" if "" in plan else None
+    return next((p for p in plan if p and fnmatch.fnmatchcase(path, p)), None)
+
+
+def modules_by_paths(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Yield every module once, with all its paths."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    yield from paths.items()
+
+
+def _settled(
+    module: nn.Module,
+    paths: list[str],
+    rules: Mapping[str, Rule],
+    classes: Mapping[type[nn.Module], LayerClass],
+) -> Conversion:
+    """Return how the module is divided, at all of its paths, as the rules for some say."""
+    (first, rule), *others = rules.items()
+    for path, other in others:
+        if other != rule:
+            raise LayoutError(
+                f"{path} and {first} are one module, but the plan divides it both as"
+                f" {other!r} and as {rule!r}."
+            )
+    layer_class, sharding = _resolved(first, module, rule or {}, classes)
+    return Conversion(module, layer_class, sharding, paths)
+
+
+def _inside(path: str, conversions: list[Conversion]) -> str | None:
+    """Return the module, to be converted whole, of which `path` is a part."""
+    whole = (parent for conversion in conversions for parent in conversion.paths)
+    inside = (name for name in whole if not name or path.startswith(f"{name}."))
+    return next((shown_name(name) for name in inside), None)
+
+
+def _classes_by_dense(
+    layers: Iterable[LayerClass] | None,
+) -> dict[type[nn.Module], LayerClass]:
+    import layer_zoo
+
+    known = [getattr(layer_zoo, name) for name in layer_zoo.__all__]
+    own = list(layers or ())
+    for cls in own:
+        if cls.dense_class is None:
+            raise LayoutError(
+                f"{cls.__name__} in layers=[...] has no dense_class. Set it to the class of"
+                " the modules that it stands for."
+            )
+    classes = [*known, *own]
+    return {cls.dense_class: cls for cls in classes if cls.dense_class is not None}
+
+
+def _resolved(
+    path: str,
+    module: nn.Module,
+    rule: str | Mapping[str, Any],
+    classes: Mapping[type[nn.Module], LayerClass],
+) -> tuple[LayerClass, dict[str, Any]]:
+    """Return the class and the arguments for dividing `module` as `rule` says."""
+    if type(module) not in classes:
+        raise LayoutError(f"{shown_name(path)}: {why_not(module, classes)}")
+    layer_class = classes[type(module)]
+    if not isinstance(rule, str):
+        return layer_class, dict(rule)
+    takes_dim = "dim" in inspect.signature(layer_class).parameters
+    fitting = [name for name, split in _SPLITS.items() if bool(split) == takes_dim]
+    if rule not in fitting:
+        raise LayoutError(
+            f"{shown_name(path)}: {layer_class.__name__} cannot be divided as {rule!r}."
+            f" Expected one of {', '.join(fitting)}, or a dict of its arguments."
+        )
+    return layer_class, dict(_SPLITS[rule])
+
+
+def why_not(module: nn.Module, classes: Mapping[type[nn.Module], LayerClass]) -> str:
+    """Return why `module` cannot be divided, and what to do instead."""
+    name = type(module).__name__
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        return f"{name} has no sizes yet. Run the model once, then convert it."
+    if isinstance(module, ParallelLayer):
+        return f"{name} is divided already."
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return (
+            "this Linear is a part of MultiheadAttention, which reads its weight itself."
+            " Convert the attention whole, with 'heads'."
+        )
+    parent = next((cls for cls in classes if isinstance(module, cls)), None)
+    if parent is not None:
+        return (
+            f"{name} is a subclass of {parent.__name__}; dividing it as one would drop what"
+            " it adds. Write a ParallelLayer for it and pass layers=[...]."
+        )
+    return (
+        f"{name} has no sharded class. Expected one of"
+        f" {', '.join(sorted(cls.__name__ for cls in classes))}, or a layer of your own in"
+        " layers=[...], with its dense_class set."
+    )
+
+
+def shown_name(path: str) -> str:
+    """Return the module's path as a report shows it."""
+    return path or "the model"
