@@ -13,7 +13,14 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 from torchshard import owners
-from torchshard.errors import CheckError, LayoutError, ShapeError
+from torchshard.distributed import groups
+from torchshard.errors import (
+    CheckError,
+    GroupError,
+    LayoutError,
+    ShapeError,
+    ShardedOpError,
+)
 from torchshard.state import collect_state_dict
 from torchshard.tensor import ShardedTensor, whole
 from torchshard.testing import Case, Floats, check_cases, check_layer, run_ranks
@@ -593,8 +600,8 @@ def test_dim_7_is_refused():
     with pytest.raises(LayoutError) as raised:
         ParallelLinear(2, 3, dim=7)
     assert str(raised.value) == (
-        "dim=7 is no split. Expected None (not split), 1 or -1 (split the output features,"
-        " column parallel) or 0 (split the input features, row parallel)."
+        "dim=7 is no split. Expected None (not divided), 1 or -1 (the output features"
+        " are divided) or 0 (the input features are divided)."
     )
 
 
@@ -929,3 +936,58 @@ def assigned_parameter_has_its_layer() -> None:
 def test_an_assigned_parameter_has_its_layer() -> None:
     """A parameter put in the place of a shard is known as one."""
     run_ranks(assigned_parameter_has_its_layer, 2)
+
+
+def misuse_is_refused() -> None:
+    layer = ts.nn.ParallelLinear(4, 5, dim=0)
+    x = torch.ones(2, 4)
+    names = [
+        name for name in ("Adafactor", "LBFGS", "Muon") if name in dir(torch.optim)
+    ]
+    for name in names:
+        weights = [layer.weight]
+        layer(x).sum().backward()
+        optimizer = getattr(torch.optim, name)(weights)
+        with pytest.raises(
+            GroupError, match=f"torch.optim.{name} works on whole tensors"
+        ):
+            optimizer.step(lambda: layer(x).sum())
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(LayoutError, match=r"weight is parametrized, and the param"):
+        layer(x)
+    y = ts.nn.ParallelLinear(4, 5, dim=1)(x)
+    with pytest.raises(ShardedOpError, match=r"assigning \.data: dim 1 of this tensor"):
+        y.data = torch.ones(2, 5)
+
+
+def test_misuse_is_refused() -> None:
+    """Optimizers and parametrizations that need whole tensors, and .data, are errors."""
+    run_ranks(misuse_is_refused, 2)
+
+
+def built_too_early() -> None:
+    groups._model_group = ts.ShardGroup()  # as before init_process_group
+    early = ts.nn.ParallelLinear(4, 5, dim=1)
+    alone = ts.nn.ParallelLinear(4, 5, dim=1, group=ts.ShardGroup())
+    early(torch.ones(2, 4))
+    ts.init_process_group()
+    with pytest.raises(GroupError, match="before building the model"):
+        early(torch.ones(2, 4))
+    alone(torch.ones(2, 4))
+
+
+def test_a_layer_built_before_the_group_says_so() -> None:
+    """A layer that was built before init_process_group does not stay whole in silence."""
+    run_ranks(built_too_early, 2)
+
+
+def test_split_names_what_it_divides() -> None:
+    """A wrong dim is explained in the layer's own words."""
+    text = (
+        "dim=7 is no split. Expected None (not divided), 1 or -1 (the embedding's columns"
+        " are divided) or 0 (the vocabulary's rows are divided)."
+    )
+    with pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):
+        ts.nn.ParallelEmbedding(6, 7, dim=7)
+    with pytest.raises(LayoutError, match="dim=True is no split"):
+        ts.nn.ParallelLinear(6, 7, dim=True)

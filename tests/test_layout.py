@@ -144,8 +144,8 @@ def beyond(num_units, size, rank):
     [
         (
             lambda: split_of(2),
-            "dim=2 is no split. Expected None (not split), 1 or -1 (split the output"
-            " features, column parallel) or 0 (split the input features, row parallel).",
+            "dim=2 is no split. Expected None (not divided), 1 or -1 (the output features"
+            " are divided) or 0 (the input features are divided).",
         ),
         (
             lambda: covering(Axis(6), 4),

@@ -491,8 +491,8 @@ def test_layers_have_torchs_attributes():
         ),
         (
             partial(ParallelEmbedding, 4, 2, dim=2),
-            "dim=2 is no split. Expected None (not split), 1 or -1 (split the output"
-            " features, column parallel) or 0 (split the input features, row parallel).",
+            "dim=2 is no split. Expected None (not divided), 1 or -1 (the embedding's columns"
+            " are divided) or 0 (the vocabulary's rows are divided).",
         ),
     ],
 )

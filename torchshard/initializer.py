@@ -235,6 +235,8 @@ class Given(Initializer):
 
 def kaiming_uniform(fan_in: int) -> Uniform:
     """Return the default of nn.Linear and nn.ConvNd weights (He et al. 2015, a = sqrt(5))."""
+    if fan_in == 0:  # a layer without inputs has an empty weight
+        return Uniform(0.0)
     gain = math.sqrt(2.0 / (1 + math.sqrt(5) ** 2))
     return Uniform(math.sqrt(3.0) * (gain / math.sqrt(fan_in)))
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchshard import data_parallel, owners
 from torchshard.distributed import collectives, ops
 from torchshard.distributed.groups import GroupLike, resolve_group
-from torchshard.errors import LayoutError, ShapeError, StateError
+from torchshard.errors import GroupError, LayoutError, ShapeError, StateError
 from torchshard.initializer import Initializer, Part
 from torchshard.layout import Axis, Layout, Partial, Ranges, Shard, Whole, ranges_of
 from torchshard.tensor import ShardedTensor, Sharding, mark, whole, whole_shape
@@ -95,6 +95,7 @@ class ParallelLayer(nn.Module, ABC):
     def __init__(self, group: GroupLike = None) -> None:
         super().__init__()
         self.group = resolve_group(group)
+        self._takes_model_group = group is None
         self._axes: dict[str, Axis] = {}
         self._specs: dict[str, ParameterSpec] = {}
         self._inputs: dict[str, Layout] = {}
@@ -345,6 +346,7 @@ class ParallelLayer(nn.Module, ABC):
         names = list(self._inputs)
         given = dict(zip(names, args, strict=False))
         given |= {name: kwargs[name] for name in names[len(args) :] if name in kwargs}
+        self._expect_group()
         data_parallel.expect_ignored_shards(self)
         # All are checked before the first is moved, which may take a collective.
         for name, x in given.items():
@@ -357,6 +359,30 @@ class ParallelLayer(nn.Module, ABC):
             pairs = zip(output, self._output, strict=True)
             return self.finish(tuple(self._leave(y, layout) for y, layout in pairs))
         return self.finish(self._leave(output, self._output))
+
+    def _expect_group(self) -> None:
+        """Check what is true of every call: the group is in use, and shards are plain."""
+        if torch.compiler.is_compiling():
+            return
+        now = resolve_group(None)
+        is_spread = max(self.group.size, now.size) > 1
+        if self._takes_model_group and is_spread and self.group != now:
+            raise GroupError(
+                f"{type(self).__name__} was built for the model group of its time, of"
+                f" {self.group.size}, and the model group now has {now.size} ranks. Call"
+                " torchshard.init_process_group() before building the model."
+            )
+        parametrized = self._modules.get("parametrizations")
+        if parametrized is not None and self.group.size > 1:
+            names = [name for name, _ in parametrized.named_children()]
+            for name in names:
+                if self.ranges_of(name) is not None:
+                    raise LayoutError(
+                        f"{type(self).__name__}.{name} is parametrized, and the"
+                        " parametrization sees this rank's shard alone: norms and singular"
+                        " values would be those of the shard. Remove it with"
+                        " torch.nn.utils.parametrize.remove_parametrizations."
+                    )
 
     def _entered(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs in their declared layouts; a tensor given twice is moved once."""

@@ -282,11 +282,17 @@ def ranges_of_lengths(lengths: Sequence[int]) -> Ranges:
     return Ranges(start, tuple(per_rank))
 
 
-def split_of(dim: int | None) -> Split:
+def split_of(
+    dim: int | None, column: str = "output features", row: str = "input features"
+) -> Split:
     """Name the split that TorchShard's `dim` codes stand for.
 
-    `None` is `"whole"`, 1 and -1 are `"column"` (the output features), 0 is `"row"` (the
-    input features).
+    `None` is `"whole"`, 1 and -1 are `"column"`, 0 is `"row"`.
+
+    Args:
+        dim: The code.
+        column: What a column split divides, for the error.
+        row: What a row split divides.
 
     Raises:
         LayoutError: If `dim` is another value.
@@ -297,9 +303,9 @@ def split_of(dim: int | None) -> Split:
         -1: "column",
         0: "row",
     }
-    if dim not in names:
+    if isinstance(dim, bool) or dim not in names:
         raise LayoutError(
-            f"dim={dim} is no split. Expected None (not split), 1 or -1 (split the output"
-            " features, column parallel) or 0 (split the input features, row parallel)."
+            f"dim={dim!r} is no split. Expected None (not divided), 1 or -1 (the {column}"
+            f" are divided) or 0 (the {row} are divided)."
         )
     return names[dim]

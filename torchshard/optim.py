@@ -137,7 +137,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Raises:
             StateError: If the optimizer keeps for a shard what is no shard itself, such as
-                Adafactor's row sums, which cannot be put together.
+                row sums, which cannot be put together.
         """
         self._give_settings()
         is_destination = self._rank in (to, None)
@@ -337,9 +337,43 @@ def expect_no_shards(
                 )
 
 
+_WHOLE_TENSOR_OPTIMIZERS = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "LBFGS", "Muon")
+    if name in dir(torch.optim)  # Muon came with torch 2.9
+)
+
+
+def expect_elementwise(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse a step that torch would work out from a whole tensor, and here from a shard.
+
+    A hook before every optimizer's step. Row sums, orthogonalised updates and line searches
+    of a shard are not those of the tensor, and ranks would drift apart.
+
+    Raises:
+        GroupError: If such an optimizer was given a shard.
+    """
+    if not isinstance(optimizer, _WHOLE_TENSOR_OPTIMIZERS):
+        return
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            place = _place(tensor)
+            if place is not None:
+                layer, name = place
+                raise GroupError(
+                    f"torch.optim.{type(optimizer).__name__} works on whole tensors, and was"
+                    f" given {type(layer).__name__}.{name}, of which this rank holds a"
+                    " shard. Nothing has been changed yet. Use an optimizer that works"
+                    " element by element, such as SGD, Adam or AdamW, for shards."
+                )
+
+
 def _meets(ranks: set[int], layer: ParallelLayer) -> bool:
     own = dist.get_process_group_ranks(layer.group.process_group)
     return len(ranks.intersection(own)) > 1
 
 
 register_optimizer_step_pre_hook(expect_no_shards)
+register_optimizer_step_pre_hook(expect_elementwise)

@@ -360,7 +360,7 @@ def _numel(
 
 _PLAIN = """
     dim ndimension stride storage_offset is_contiguous is_floating_point is_complex
-    is_signed element_size data_ptr untyped_storage get_device __hash__ __set__ __delete__
+    is_signed element_size data_ptr untyped_storage get_device __hash__ __delete__
     requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook is_pinned
     _is_view __reduce_ex__ is_inference is_set_to has_names
     """.split()
@@ -372,6 +372,16 @@ def _plain(
 ) -> Any:
     """Facts about the storage, and hooks: those of the shard."""
     return local_call(func, args, kwargs)
+
+
+@rule(["__set__"])
+def _set_attribute(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """`x.requires_grad = ...`, `x.grad = ...`; not `x.data`, which could be of another size."""
+    if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+        raise mixes("assigning .data", args[0].sharding, "could give it another size")
+    local_call(func, args, kwargs)
 
 
 @rule(["backward", "grad"])
