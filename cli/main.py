@@ -1,19 +1,21 @@
 """The commands, in click. What they do lives in the modules beside; so does all logic."""
 
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 
 from . import show
+from .alone import alone_in
 from .apply import apply_plan
 from .ask import ask_about_conflicts, conflict_error, is_interactive
 from .check import FileState, check_files, fix_files
 from .errors import CliError
 from .new_layer import Request, plan_new_layer
-from .plan import Plan
-from .target import find_root
+from .plan import Plan, Status
+from .target import find_root, find_target
 from .template import bundled_templates, list_templates, load_template
 from .verify import verify
 
@@ -126,11 +128,25 @@ def new_layer(
         module=module,
         allow_shadow=allow_shadow,
     )
+    answer: Status | None = "skip" if skip else "overwrite" if force else None
+    root = find_target(into).root
+    with nullcontext() if dry_run else alone_in(root):
+        _generate(request, answer, dry_run, with_diff, as_json)
+
+
+def _generate(
+    request: Request,
+    answer: Status | None,
+    dry_run: bool,
+    with_diff: bool,
+    as_json: bool,
+) -> None:
+    """Plan, show, ask and apply; `answer` settles every conflict unless it is None."""
     plan = plan_new_layer(request)
-    if skip or force:
-        plan = plan.answered_all("skip" if skip else "overwrite")
+    if answer:
+        plan = plan.answered_all(answer)
     if not as_json:
-        _show_plan(plan, is_inferred=template is None, with_diff=with_diff)
+        _show_plan(plan, is_inferred=request.template is None, with_diff=with_diff)
         if plan.conflicts and not dry_run and is_interactive():
             plan = ask_about_conflicts(plan)
     if not dry_run and not plan.conflicts:
@@ -210,7 +226,8 @@ def check(
     """Compare generated files (PATHS, or all) with their templates."""
     root = find_root(Path())
     if fix:
-        fix_files(root, ctx.obj)
+        with alone_in(root):
+            fix_files(root, ctx.obj)
     names = [_relative(root, path) for path in paths]
     states = check_files(root, ctx.obj, names)
     if as_json:
