@@ -146,7 +146,7 @@ def _generate(
     if answer:
         plan = plan.answered_all(answer)
     if not as_json:
-        _show_plan(plan, is_inferred=request.template is None, with_diff=with_diff)
+        _show_plan(plan, with_diff=with_diff)
         if plan.conflicts and not dry_run and is_interactive():
             plan = ask_about_conflicts(plan)
     if not dry_run and not plan.conflicts:
@@ -159,10 +159,8 @@ def _generate(
         raise conflict_error(plan, _typed_command(request))
 
 
-def _show_plan(plan: Plan, *, is_inferred: bool, with_diff: bool) -> None:
-    known = plan.layer.key in plan.lock.layers
-    how = "as recorded" if known else "inferred from the name"
-    reason = f"   ({how}; -t to change)" if is_inferred else ""
+def _show_plan(plan: Plan, *, with_diff: bool) -> None:
+    reason = f"   ({plan.reason}; -t to change)" if plan.reason else ""
     click.echo(f"template {plan.layer.template}{reason}")
     for line in show.plan_lines(plan):
         click.echo(line)

@@ -1,15 +1,16 @@
 """From the words of `torchshard new-layer` to a plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .errors import UsageError
+from .header import read_header
 from .layer import Layer, Value
 from .lock import Lock, read_lock
 from .names import check_class_name, check_module_name, snake_case
-from .plan import Plan, make_plan
-from .target import Target, find_target
+from .plan import Plan, make_plan, read_text
+from .target import Target, find_target, inside
 from .template import infer_template, load_template
 
 
@@ -40,7 +41,7 @@ def plan_new_layer(request: Request) -> Plan:
     """The plan for `request`.
 
     A layer that is in the lock keeps its template, its module and the options that are not
-    set again.
+    set again. Where the lock is lost, the header of its file says what they were.
 
     Raises:
         UsageError: If a name, an option or the folder cannot be used.
@@ -48,19 +49,40 @@ def plan_new_layer(request: Request) -> Plan:
     """
     check_class_name(request.class_name, allow_shadow=request.allow_shadow)
     target = find_target(request.into)
-    recorded = _recorded(request.class_name, target, read_lock(target.root))
-    name, options = _template_and_options(request, recorded)
-    module = _module(request, target, recorded)
+    locked = _recorded(request.class_name, target, read_lock(target.root))
+    module = _module(request, target, locked)
     layer = Layer(
         class_name=request.class_name,
-        template=name,
-        options=options,
+        template=request.template or "",
+        options={},
         module=module,
         package=target.package,
-        tests=recorded.tests if recorded else target.tests,
+        tests=locked.tests if locked else target.tests,
         import_path=target.import_path(module),
     )
-    return make_plan(target.root, layer, request.templates_root)
+    recorded = locked or _from_header(layer, target)
+    name, options = _template_and_options(request, recorded)
+    layer = replace(layer, template=name, options=options)
+    plan = make_plan(target.root, layer, request.templates_root)
+    return replace(plan, reason=_reason(request, locked, recorded))
+
+
+def _reason(request: Request, locked: Layer | None, recorded: Layer | None) -> str:
+    """How the template was found; empty if it was named."""
+    if request.template:
+        return ""
+    if locked:
+        return "as recorded"
+    return "as recorded in the file" if recorded else "inferred from the name"
+
+
+def _from_header(layer: Layer, target: Target) -> Layer | None:
+    """`layer` as the file in its place says that it was generated."""
+    text = read_text(inside(target.root, layer.module_path))
+    header = read_header(text) if text is not None else None
+    if header is None or header.class_name != layer.class_name:
+        return None
+    return replace(layer, template=header.template, options=header.options)
 
 
 def _recorded(class_name: str, target: Target, lock: Lock) -> Layer | None:

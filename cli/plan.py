@@ -83,6 +83,7 @@ class Plan:
         template_hash: Content hash of its template.
         entries: The files, in the order in which they are shown.
         lock: The lock as it is on disk.
+        reason: How the template was found; empty if it was named.
     """
 
     root: Path
@@ -90,6 +91,7 @@ class Plan:
     template_hash: str
     entries: Sequence[Entry]
     lock: Lock
+    reason: str = ""
 
     @property
     def conflicts(self) -> list[Entry]:

@@ -162,6 +162,36 @@ def test_a_lost_lock_comes_back(project):
     assert project.contents() == before
 
 
+def test_the_file_knows_its_options_where_the_lock_is_lost(project):
+    """Nothing is rewritten to the defaults; `--set` changes one option of them."""
+    project.generate("--set", "split=columns", "--set", f"remark={'x' * 55}")
+    before = project.contents()
+    project.lock.unlink()
+    result = project.run("new-layer", "ParallelTiny")
+    assert result.output == (
+        "template tiny   (as recorded in the file; -t to change)\n"
+        "  identical  zoo/parallel_tiny.py\n"
+        "  identical  tests/test_parallel_tiny.py\n"
+        "  identical  zoo/__init__.py\n"
+        "nothing to write\n"
+    )
+    assert project.contents() == before
+    project.lock.unlink()
+    project.generate("--set", "width=9")
+    text = project.module.read_text("utf-8")
+    assert "by columns" in text
+    assert "width = 10\n" in text
+
+
+@pytest.mark.parametrize("options", ["1", "{", '{"width":[1]}'])
+def test_a_header_that_was_tampered_with_is_none(project, options):
+    """Its file is one that was not generated."""
+    project.generate()
+    text = project.module.read_text("utf-8")
+    start, end = text.index("set=") + 4, text.index("\n# torchshard: sha256")
+    assert read_header(text[:start] + options + text[end:]) is None
+
+
 def test_a_lock_packed_by_another_zlib_is_left_alone(project):
     """The same text, compressed otherwise, is no reason to write the lock."""
     project.generate()
