@@ -46,13 +46,13 @@ def check_class_name(name: str, *, allow_shadow: bool = False) -> None:
     if reason:
         raise UsageError(
             f"'{name}' is not a usable Python class name ({reason}). "
-            f"Try: {_suggested_class(name)}"
+            f"Try: {suggested_class(name)}"
         )
     hidden = _hidden(name)
     if hidden and not allow_shadow:
         raise UsageError(
             f"'{name}' would shadow {hidden}; "
-            f"use {_suggested_class(name)} or --allow-shadow"
+            f"use {suggested_class(name)} or --allow-shadow"
         )
 
 
@@ -79,7 +79,8 @@ def _hidden(name: str) -> str:
     return ""
 
 
-def _suggested_class(name: str) -> str:
+def suggested_class(name: str) -> str:
+    """A usable class name near `name`: `Parallel` and what can be kept of it."""
     words = re.findall("[A-Za-z0-9]+", name)
     joined = "".join(word[:1].upper() + word[1:] for word in words)
     prefix = "" if joined.startswith("Parallel") else "Parallel"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .collisions import check_collisions
 from .errors import UsageError
 from .header import read_header
 from .layer import Layer, Value
@@ -64,6 +65,8 @@ def plan_new_layer(request: Request) -> Plan:
     name, options = _template_and_options(request, recorded)
     layer = replace(layer, template=name, options=options)
     plan = make_plan(target.root, layer, request.templates_root)
+    generated = {entry.path: entry.new for entry in plan.entries if entry.is_generated}
+    check_collisions(plan.layer, generated)
     return replace(plan, reason=_reason(request, locked, recorded))
 
 

@@ -3,10 +3,10 @@
 import inspect
 
 import pytest
-from cli_project import Project, write, write_template
+from cli_project import TEST, TEST_PATH, Project, write, write_template
 from torchshard_cli.errors import UsageError
 from torchshard_cli.names import check_class_name, check_module_name, snake_case
-from torchshard_cli.template import infer_template, load_template
+from torchshard_cli.template import bundled_templates, infer_template, load_template
 from torchshard_cli.torch_names import TORCH_NN_CLASSES
 
 
@@ -211,3 +211,50 @@ def test_a_template_name_is_no_path(tmp_path):
     result = project.run("new-layer", "ParallelTiny", "-t", "../outside")
     assert result.exit_code == 2
     assert "no template '../outside'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "kind", "path"),
+    [
+        ("Dense", "blank", "a class", "tests/test_dense.py"),
+        ("Floats", "blank", "an import", "tests/test_floats.py"),
+        ("CASES", "blank", "a variable", "tests/test_cases.py"),
+        ("Tensor", "linear", "an import", "zoo/tensor.py"),
+        ("GroupLike", "embedding", "an import", "zoo/group_like.py"),
+    ],
+)
+def test_a_name_that_the_files_use_is_refused(tmp_path, name, template, kind, path):
+    """Exit code 2, what it collides with, and a name that will do; nothing is written."""
+    project = Project(tmp_path)
+    project.templates = bundled_templates()
+    before = project.contents()
+    result = project.run("new-layer", name, "-t", template)
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"Error: '{name}' is the name of {kind} in the generated {path}; "
+        f"use Parallel{name}\n",
+    )
+    assert project.contents() == before
+    result = project.run("new-layer", f"Parallel{name}", "-t", template)
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("import os as ParallelTiny", "an import"),
+        ("ParallelTiny = 1", "a variable"),
+        ("def f(ParallelTiny): pass", "a function or an argument"),
+        ("class ParallelTiny: pass", "a class"),
+    ],
+)
+def test_a_suggested_name_is_not_suggested_again(tmp_path, line, kind):
+    """Where the name begins with Parallel already, it takes a person to find another."""
+    project = Project(tmp_path)
+    write(project.template / TEST_PATH, f"{TEST}\n{line}\n")
+    result = project.run("new-layer", "ParallelTiny")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"Error: 'ParallelTiny' is the name of {kind} in the generated "
+        "tests/test_parallel_tiny.py; choose another name\n",
+    )
