@@ -68,7 +68,7 @@ def _complete_template(
     return [name for name in names if name.startswith(incomplete)]
 
 
-@main.command("new-layer")
+@main.command("new-layer", short_help="Generate a sharded layer and its test.")
 @click.argument("name")
 @click.option(
     "-t",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,12 +21,16 @@ import click
 
 from .errors import CliError, UsageError
 from .names import did_you_mean
+from .show import plural
 
 if TYPE_CHECKING:
     from torchshard.testing import Case
 
 _COMPILE_RANKS = 2
 """One world size is enough to see that a layer compiles; it takes seconds."""
+
+
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 class VerifyError(CliError, AssertionError):
@@ -52,8 +57,16 @@ class Proof:
     worst: dict[int, dict[str, float]]
     failures: dict[int, str]
 
+    @property
+    def sizes_by_failure(self) -> dict[str, list[int]]:
+        """The numbers of ranks on which each distinct failure was seen."""
+        sizes: dict[str, list[int]] = {}
+        for size, failure in self.failures.items():
+            sizes.setdefault(_last_line(failure), []).append(size)
+        return sizes
 
-@click.command()
+
+@click.command(short_help="Prove that a sharded layer equals its dense twin.")
 @click.argument("target", metavar="MODULE:CLASS")
 @click.option(
     "--cases",
@@ -69,7 +82,7 @@ class Proof:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
 def verify(target: str, cases_file: Path | None, ranks: str, as_json: bool) -> None:
-    r"""Prove that a sharded layer equals its dense twin, on 1 to 4 ranks.
+    """Prove that a sharded layer equals its dense twin, on 1 to 4 ranks.
 
     Runs every case in the list CASES of the layer's test: values, gradients, a step, state
     both ways, copies, autocast, torch.compile and the number of collectives.
@@ -77,7 +90,7 @@ def verify(target: str, cases_file: Path | None, ranks: str, as_json: bool) -> N
     \b
     Example:
       torchshard verify parallel_embedding:ParallelEmbedding
-    """
+    """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
     world_sizes = _world_sizes(ranks)
     layer = _load_class(target)
     source, cases = _load_cases(layer, cases_file)
@@ -90,7 +103,8 @@ def verify(target: str, cases_file: Path | None, ranks: str, as_json: bool) -> N
         failures={},
     )
     for world_size in world_sizes:
-        with _progress(f"{len(cases)} cases on {_ranks(world_size)}"):
+        doing = f"{plural(len(cases), 'case')} on {plural(world_size, 'rank')}"
+        with _progress(doing):
             _prove(proof, world_size, cases)
     _show(proof, as_json)
 
@@ -100,10 +114,6 @@ def _progress(text: str) -> AbstractContextManager[Any]:
     from rich.console import Console
 
     return Console(stderr=True).status(text)
-
-
-def _ranks(world_size: int) -> str:
-    return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
 def _world_sizes(ranks: str) -> list[int]:
@@ -148,12 +158,34 @@ def _import(module_name: str, folder: Path) -> ModuleType:
         sys.path.insert(0, str(folder))
     try:
         return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise UsageError(f"importing '{module_name}' failed: {error}") from error
-        raise UsageError(
-            f"no module '{module_name}' in {folder} or among the installed ones"
-        ) from error
+    except (Exception, SystemExit) as error:  # a module can run anything
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            problem = (
+                f"no module '{module_name}' in {folder} or among the installed ones"
+            )
+        else:
+            problem = f"importing '{module_name}' failed: {_in_words(error)}"
+        raise UsageError(problem + _install_hint(missing)) from error
+
+
+def _in_words(error: BaseException) -> str:
+    """The class of `error`, what it says, and the line that raised it."""
+    words = f"{type(error).__name__}: {error}".rstrip(": ")
+    if isinstance(error, SyntaxError):
+        return words
+    frames = traceback.extract_tb(error.__traceback__)
+    place = [frame for frame in frames if not frame.filename.startswith("<frozen")][-1]
+    return f"{words} ({Path(place.filename).name}, line {place.lineno})"
+
+
+def _install_hint(missing: str | None) -> str:
+    """What to do where the module that is missing lies below `src`."""
+    top = (missing or "").partition(".")[0]
+    source = Path("src") / top
+    if not top or not (source.is_dir() or source.with_suffix(".py").is_file()):
+        return ""
+    return f"; {source.as_posix()} can be imported once installed: pip install -e ."
 
 
 def _load_cases(layer: type, cases_file: Path | None) -> tuple[Path, Sequence[Case]]:
@@ -229,19 +261,49 @@ def _what_it_said(error: str) -> str:
     return words.strip() if found else error
 
 
+def _last_line(failure: str) -> str:
+    """The error that a traceback ends in, without its module; all where there is none."""
+    if _TRACEBACK not in failure:
+        return failure
+    lines = failure.rpartition(_TRACEBACK)[2].strip("\n").splitlines()
+    starts = [i for i, line in enumerate(lines) if not line.startswith(" ")]
+    said = "\n".join(lines[starts[0] :] if starts else lines[-1:])
+    name, colon, words = said.partition(": ")
+    return f"{name.rpartition('.')[2]}{colon}{words}"
+
+
+def _ranks(sizes: Sequence[int]) -> str:
+    """`1 rank`, `1, 2 and 4 ranks`."""
+    if len(sizes) == 1:
+        return plural(sizes[0], "rank")
+    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks"
+
+
+def _show_tracebacks(proof: Proof) -> None:
+    """Print, on stderr, the traceback of each distinct failure that has one."""
+    for sizes in proof.sizes_by_failure.values():
+        failure = proof.failures[sizes[0]]
+        if _TRACEBACK in failure:
+            click.echo(f"{failure.rstrip()}\n", err=True)
+
+
 def _show(proof: Proof, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(vars(proof), indent=2))
     elif proof.worst:
         _show_table(proof)
     if proof.failures:
+        if not as_json:
+            _show_tracebacks(proof)
         said = "\n".join(
-            f"  {_ranks(size)}: {words}" for size, words in proof.failures.items()
+            f"  {_ranks(sizes)}: {words}"
+            for words, sizes in proof.sizes_by_failure.items()
         )
         raise VerifyError(f"{proof.layer} does not equal {proof.dense}:\n{said}")
     if not as_json:
         sizes = ", ".join(map(str, proof.worst))
-        click.echo(f"{proof.layer} equals {proof.dense} on {sizes} ranks.")
+        ranks = "rank" if sizes == "1" else "ranks"
+        click.echo(f"{proof.layer} equals {proof.dense} on {sizes} {ranks}.")
 
 
 def _show_table(proof: Proof) -> None:
@@ -249,11 +311,11 @@ def _show_table(proof: Proof) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    click.echo(f"{proof.layer}: {proof.num_cases} cases of {proof.source}")
+    click.echo(f"{proof.layer}: {plural(proof.num_cases, 'case')} of {proof.source}")
     table = Table(box=None, pad_edge=False)
     table.add_column("worst difference")
     for world_size in proof.worst:
-        table.add_column(_ranks(world_size), justify="right")
+        table.add_column(plural(world_size, "rank"), justify="right")
     checks = list(
         dict.fromkeys(name for worst in proof.worst.values() for name in worst)
     )

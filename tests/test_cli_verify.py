@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from torchshard_cli.main import main
+from torchshard_cli.verify import Proof, _ranks, _show
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,6 +65,130 @@ def test_a_wrong_layer_is_named_with_its_difference(project: Path) -> None:
         r" -?[0-9.]+; allowed is 1e-10\n",
         result.stderr,
     )
+
+
+def test_a_wrong_declaration_is_told_once(project: Path) -> None:
+    """One traceback on stderr, then one line for all numbers of ranks, and status 1."""
+    layer = project / "parallel_doubled.py"
+    text = layer.read_text("utf-8")
+    layer.write_text(text.replace('Shard(0, "features")', 'Shard(0, "feature")'))
+    result = torchshard(
+        project, "verify", "parallel_doubled:ParallelDoubled", "--ranks", "1,2"
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.count("Traceback (most recent call last):") == 1
+    words = (
+        "LayoutError: Segment('feature') names an axis that is not declared."
+        " Expected one of ['features']."
+    )
+    assert result.stderr.endswith(
+        f"torchshard.errors.{words}\n\n"
+        f"Error: ParallelDoubled does not equal Dense:\n  1 and 2 ranks: {words}\n"
+    )
+
+
+def proof_of(**failures: str) -> Proof:
+    by_size = {int(size[1:]): failure for size, failure in failures.items()}
+    return Proof("Own", "Dense", "test_own.py", 1, worst={}, failures=by_size)
+
+
+def test_failures_are_told_apart_by_their_error() -> None:
+    """Ranks and paths in a traceback make no difference; the error's words do."""
+    failure = (
+        "body: rank {} failed.\n\nTraceback (most recent call last):\n  File x\n{}\n"
+    )
+    shape = "torchshard.errors.ShapeError: first line\nsecond line"
+    proof = proof_of(
+        _1=failure.format(0, shape),
+        _2=failure.format(1, "ValueError"),
+        _3=failure.format(2, shape),
+        _4="Own(7), rank 1 of 4: output 0 differs",
+    )
+    assert proof.sizes_by_failure == {
+        "ShapeError: first line\nsecond line": [1, 3],
+        "ValueError": [2],
+        "Own(7), rank 1 of 4: output 0 differs": [4],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f(:\n", "SyntaxError: invalid syntax (broken.py, line 1)"),
+        ("import sys\n\nsys.exit(3)\n", "SystemExit: 3 (broken.py, line 3)"),
+        ("x = 1\n{}['a']\n", "KeyError: 'a' (broken.py, line 2)"),
+        (
+            "import nowhere_to_be\n",
+            "ModuleNotFoundError: No module named 'nowhere_to_be' (broken.py, line 1)",
+        ),
+        ("raise RuntimeError\n", "RuntimeError (broken.py, line 1)"),
+    ],
+)
+def test_a_module_that_fails_on_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    """What it said and where, without a traceback; a file of cases alike; status 2."""
+    broken = tmp_path / "broken.py"
+    broken.write_text(text, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for arguments in (
+        ["broken:Broken"],
+        ["layer_zoo:ParallelLinear", "--cases", "broken.py"],
+    ):
+        result = in_process(*arguments)
+        assert (result.exit_code, result.output) == (
+            2,
+            f"Error: importing 'broken' failed: {words}\n",
+        )
+
+
+def test_a_package_below_src_asks_to_be_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is the layer's own or one that the layer imports."""
+    (tmp_path / "src" / "packed").mkdir(parents=True)
+    (tmp_path / "lonely.py").write_text("import packed.layer\n", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    hint = "; src/packed can be imported once installed: pip install -e .\n"
+    result = in_process("packed.layer:Layer")
+    assert (result.exit_code, result.output) == (
+        2,
+        f"Error: no module 'packed.layer' in {tmp_path} or among the installed ones{hint}",
+    )
+    result = in_process("lonely:Layer")
+    assert (result.exit_code, result.output) == (
+        2,
+        "Error: importing 'lonely' failed: ModuleNotFoundError:"
+        f" No module named 'packed' (lonely.py, line 1){hint}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [([1], "1 rank"), ([2], "2 ranks"), ([1, 2, 4], "1, 2 and 4 ranks")],
+)
+def test_ranks_in_words(sizes: list[int], text: str) -> None:
+    """As one would say it."""
+    assert _ranks(sizes) == text
+
+
+def test_one_is_no_plural(capsys: pytest.CaptureFixture[str]) -> None:
+    """One case, one rank."""
+    proof = proof_of()
+    proof.worst[1] = {"output": 0.0}
+    _show(proof, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Own: 1 case of test_own.py"
+    assert lines[-1] == "Own equals Dense on 1 rank."
+
+
+def test_help_is_whole() -> None:
+    """The example stays a line of its own; no summary of a command is cut."""
+    shown = in_process("--help").output
+    assert "\n  Example:\n    torchshard verify parallel_embedding:Parallel" in shown
+    assert "..." not in CliRunner().invoke(main, ["--help"]).output.partition("Comm")[2]
 
 
 def test_a_module_that_is_not_there(
