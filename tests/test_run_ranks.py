@@ -157,7 +157,7 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     with pytest.raises(RankError):
         run_ranks(raise_on_rank_1, 2, timeout_s=20)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("torchshard-*")) == []
 
 
 SCRIPT = """

@@ -109,12 +109,13 @@ def _rank_main(
         )
         groups.init_process_group(group_size)
         body, args = pickle.loads(call)
-        sender.send_bytes(pickle.dumps((True, body(*args))))
+        answer = pickle.dumps((True, body(*args)))
     except BaseException:
-        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
-    sender.close()
+        answer = pickle.dumps((False, traceback.format_exc()))
+    # Before the answer: who waits for it may kill this process as soon as it is there.
     sys.stdout.flush()
     sys.stderr.flush()
+    sender.send_bytes(answer)
     # A group whose peer is gone may not shut down cleanly; the kernel can.
     os._exit(0)
 
