@@ -12,23 +12,13 @@ from .alone import alone_in
 from .apply import apply_plan
 from .ask import ask_about_conflicts, conflict_error, is_interactive
 from .check import FileState, check_files, fix_files
-from .errors import CliError
+from .errors import UsageError
+from .group import Group
 from .new_layer import Request, plan_new_layer
 from .plan import Plan, Status
-from .target import find_root, find_target
+from .target import find_root, find_target, resolved
 from .template import bundled_templates, list_templates, load_template
 from .verify import verify
-
-
-class _Group(click.Group):
-    """The one place where a `CliError` becomes a message and an exit code."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except CliError as error:
-            click.echo(f"Error: {error}", err=True)
-            ctx.exit(error.exit_code)
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -43,7 +33,7 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
     ctx.exit()
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version",
     is_flag=True,
@@ -68,6 +58,17 @@ def _complete_template(
     return [name for name in names if name.startswith(incomplete)]
 
 
+class _Folder(click.Path):
+    """A folder; no text at all, which a lost shell variable leaves, is not this one."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        if value == "":
+            raise UsageError("--into is empty; a folder is expected")
+        return super().convert(value, param, ctx)
+
+
 @main.command("new-layer", short_help="Generate a sharded layer and its test.")
 @click.argument("name")
 @click.option(
@@ -85,7 +86,7 @@ def _complete_template(
 )
 @click.option(
     "--into",
-    type=click.Path(path_type=Path),
+    type=_Folder(path_type=Path),
     default=Path(),
     metavar="DIR",
     help="Folder for the layer: a package, or any other. Default: this one.",
@@ -152,7 +153,7 @@ def _generate(
     if not dry_run and not plan.conflicts:
         apply_plan(plan)
     if as_json:
-        click.echo(show.plan_json(plan, is_dry_run=dry_run, with_diff=with_diff))
+        show.echo_json(show.plan_json(plan, is_dry_run=dry_run, with_diff=with_diff))
     elif not plan.conflicts or dry_run:
         click.echo("dry run: nothing written" if dry_run else show.next_step(plan))
     if plan.conflicts and not dry_run:
@@ -236,7 +237,7 @@ def check(
 
 
 def _relative(root: Path, path: Path) -> str:
-    file = path.parent.resolve() / path.name
+    file = resolved(path.parent) / path.name
     return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(path)
 
 

@@ -14,6 +14,8 @@ from .check import FileState
 from .plan import Plan, counts_text
 from .template import Template
 
+OWES_JSON = "torchshard.owes_json"
+"""Key in click's `meta`: whether JSON was asked for and none was printed yet."""
 _COLOURS = {
     "create": "green",
     "update": "green",
@@ -156,6 +158,17 @@ def _template_fields(template: Template) -> dict[str, Any]:
         "options": options,
         "writes": template.outputs(),
     }
+
+
+def error_json(message: str, exit_code: int) -> str:
+    """An error for programs."""
+    return _json({"error": message, "exit_code": exit_code})
+
+
+def echo_json(text: str) -> None:
+    """Print the JSON of a command, of which there is one, also if an error follows."""
+    click.echo(text)
+    click.get_current_context().meta[OWES_JSON] = False
 
 
 def _json(fields: object) -> str:

@@ -1,5 +1,6 @@
 """Where files land: the project's root, the package, the tests. Reads, never writes."""
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -43,7 +44,9 @@ def find_target(folder: Path) -> Target:
     Raises:
         UsageError: If it is no folder, or a package that nobody can import.
     """
-    folder = folder.resolve()
+    folder = resolved(folder)
+    if folder.is_file():
+        raise UsageError(f"--into {folder} is a file; a folder is expected")
     if not folder.is_dir():
         raise UsageError(f"--into {folder}: there is no such folder; make it first")
     if not (folder / "__init__.py").exists():
@@ -62,6 +65,20 @@ def find_target(folder: Path) -> Target:
     )
 
 
+def resolved(path: Path) -> Path:
+    """`path`, absolute and without links.
+
+    Raises:
+        UsageError: If its links lead in a circle, or its name is too long.
+    """
+    try:
+        path.stat()  # from Python 3.13 on, resolve() says nothing of a circle
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            raise UsageError(f"{path} cannot be used: {error.strerror}") from error
+    return path.resolve()
+
+
 def _check_importable(folder: Path) -> None:
     if not folder.name.isidentifier():
         raise UsageError(
@@ -76,8 +93,8 @@ def inside(root: Path, path: str) -> Path:
     Raises:
         UsageError: If it lies outside `root`, or is a folder.
     """
-    file = (root / PurePosixPath(path)).resolve()
-    if not file.is_relative_to(root.resolve()):
+    file = resolved(root / PurePosixPath(path))
+    if not file.is_relative_to(resolved(root)):
         raise UsageError(f"{path} leads out of {root}, to {file}; nothing was written")
     if file.is_dir():
         raise UsageError(f"{path} is a folder; nothing was written")

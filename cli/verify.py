@@ -21,7 +21,7 @@ import click
 
 from .errors import CliError, UsageError
 from .names import did_you_mean
-from .show import plural
+from .show import echo_json, plural
 
 if TYPE_CHECKING:
     from torchshard.testing import Case
@@ -289,7 +289,7 @@ def _show_tracebacks(proof: Proof) -> None:
 
 def _show(proof: Proof, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(vars(proof), indent=2))
+        echo_json(json.dumps(vars(proof), indent=2))
     elif proof.worst:
         _show_table(proof)
     if proof.failures:

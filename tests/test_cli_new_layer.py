@@ -435,7 +435,10 @@ def test_a_torch_name_needs_permission(project):
     ("into", "message"),
     [
         ("none", "--into {root}/none: there is no such folder; make it first"),
-        ("tests/a", "--into {root}/tests/a: there is no such folder; make it first"),
+        ("tests/a", "--into {root}/tests/a is a file; a folder is expected"),
+        ("", "--into is empty; a folder is expected"),
+        ("loop", "loop cannot be used: Too many levels of symbolic links"),
+        ("x" * 300, f"{'x' * 300} cannot be used: File name too long"),
         (
             "my-zoo",
             "{root}/my-zoo holds an __init__.py, but 'my-zoo' cannot be imported; "
@@ -447,6 +450,7 @@ def test_a_folder_that_cannot_be_used_is_refused(project, into, message):
     """Exit code 2."""
     write(project.root / "tests" / "a", "a file")
     write(project.root / "my-zoo" / "__init__.py", "")
+    (project.root / "loop").symlink_to("loop")
     result = project.run("new-layer", "ParallelTiny", into=into)
     expected = f"Error: {message.format(root=project.root)}\n"
     assert (result.exit_code, result.stderr) == (2, expected)
@@ -477,6 +481,14 @@ def test_nothing_is_written_through_a_link_that_leaves_the_root(
     assert f"leads out of {project.root}, to {outside}" in result.stderr
     assert result.stderr.endswith("; nothing was written\n")
     assert contents(outside) == {}
+
+
+def test_a_link_to_itself_in_the_place_of_a_file_is_refused(project):
+    """Exit code 2, not a traceback."""
+    project.module.symlink_to(project.module.name)
+    result = project.run("new-layer", "ParallelTiny")
+    message = f"{project.module} cannot be used: Too many levels of symbolic links"
+    assert (result.exit_code, result.stderr) == (2, f"Error: {message}\n")
 
 
 def test_a_link_that_stays_inside_is_written_through(project):
