@@ -12,6 +12,7 @@ from typing import Literal
 
 from .apply import apply_plan
 from .errors import UsageError
+from .header import read_header
 from .layer import Layer
 from .lock import LOCK_PATH, Lock, LockedLayer, read_lock
 from .plan import counts_text, edit_note, line_counts, make_plan, read_text
@@ -83,12 +84,20 @@ def _state(root: Path, locked: LockedLayer, path: str, new: str | None) -> FileS
         return FileState(path, "edited", key, counts_text(added, removed))
     if base is None:
         return FileState(path, "edited", key, edited)
-    changed = f"template changed: {counts_text(*line_counts(base, new))}"
+    changed = f"{_what_changed(base, new)}: {counts_text(*line_counts(base, new))}"
     if edited:
         return FileState(
             path, "outdated", key, f"{changed}, {edited}", f"{remedy} --diff"
         )
     return FileState(path, "outdated", key, changed, remedy)
+
+
+def _what_changed(base: str, new: str) -> str:
+    """Why `new` is rendered now where `base` was, as their headers tell."""
+    before, after = read_header(base), read_header(new)
+    if before and after and before.template_hash == after.template_hash:
+        return "options changed"
+    return "template changed"
 
 
 def _command(layer: Layer) -> str:

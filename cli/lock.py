@@ -147,6 +147,17 @@ def read_lock(root: Path) -> Lock:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
         raise UsageError(
-            f"cannot read {LOCK_PATH}: {error!r}; "
+            f"cannot read {LOCK_PATH}: {_in_words(error)}; "
             "restore it from version control, or delete it and generate again"
         ) from error
+
+
+def _in_words(error: Exception) -> str:
+    """Why a lock cannot be understood."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON, line {error.lineno}: {error.msg}"
+    if isinstance(error, KeyError):
+        return f"'{error.args[0]}' is missing"
+    if isinstance(error, ValueError):
+        return f"a text in it is damaged: {error}"
+    return "it is not one that torchshard wrote"

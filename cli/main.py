@@ -224,15 +224,14 @@ def check(
 ) -> None:
     """Compare generated files (PATHS, or all) with their templates."""
     root = find_root(Path())
-    if fix:
-        with alone_in(root):
-            fix_files(root, ctx.obj)
+    with alone_in(root) if fix else nullcontext():
+        fixed = fix_files(root, ctx.obj) if fix else []
     names = [_relative(root, path) for path in paths]
     states = check_files(root, ctx.obj, names)
     if as_json:
-        click.echo(show.states_json(root, states))
+        show.echo_json(show.states_json(root, states, fixed))
     else:
-        _echo_all(show.state_lines(root, states))
+        _echo_all(show.state_lines(root, states, fixed))
     ctx.exit(1 if any(_is_drift(state, strict) for state in states) else 0)
 
 

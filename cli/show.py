@@ -19,6 +19,7 @@ OWES_JSON = "torchshard.owes_json"
 _COLOURS = {
     "create": "green",
     "update": "green",
+    "fixed": "green",
     "overwrite": "yellow",
     "edited": "yellow",
     "conflict": "red",
@@ -96,8 +97,12 @@ def plan_json(plan: Plan, *, is_dry_run: bool, with_diff: bool) -> str:
     )
 
 
-def state_lines(root: Path, states: Sequence[FileState]) -> Iterator[str]:
-    """A line for each file, and one with the totals."""
+def state_lines(
+    root: Path, states: Sequence[FileState], fixed: Sequence[str] = ()
+) -> Iterator[str]:
+    """A line for each file that was fixed, one for each file, and one with the totals."""
+    for path in fixed:
+        yield f"{_status('fixed', 8)}  {shown_path(root, path)}"
     paths = {state.path: shown_path(root, state.path) for state in states}
     width = max(map(len, paths.values()), default=0)
     for state in states:
@@ -111,9 +116,12 @@ def state_lines(root: Path, states: Sequence[FileState]) -> Iterator[str]:
     yield totals or f"{plural(len(states), 'file')} as generated"
 
 
-def states_json(root: Path, states: Sequence[FileState]) -> str:
+def states_json(
+    root: Path, states: Sequence[FileState], fixed: Sequence[str] = ()
+) -> str:
     """The states for programs; paths are relative to `root`."""
-    return _json({"root": str(root), "files": [vars(state) for state in states]})
+    files = [vars(state) for state in states]
+    return _json({"root": str(root), "fixed": list(fixed), "files": files})
 
 
 def template_lines(template: Template) -> Iterator[str]:

@@ -3,6 +3,7 @@
 Reads `cookiecutter.json` and the list of files; renders nothing (`render.py` does).
 """
 
+import difflib
 import fnmatch
 import hashlib
 import json
@@ -131,6 +132,11 @@ class Template:
         return values
 
     def _option(self, name: str) -> Option:
+        if name == "class_name":
+            raise UsageError(
+                "class_name is no option; it is the NAME given on the command line:"
+                " torchshard new-layer NAME"
+            )
         if name not in self.options:
             raise UsageError(
                 f"template '{self.name}' has no option '{name}'."
@@ -248,9 +254,27 @@ def infer_template(root: Path, class_name: str) -> Template:
     if best and len(found) == 1:
         return found[0]
     names = ", ".join(template.name for template in found)
-    several = f"several templates fit '{class_name}'" if best else ""
-    problem = several or f"no template fits '{class_name}'"
-    raise UsageError(f"{problem}. Pick one with -t: {names}")
+    if best:
+        raise UsageError(
+            f"several templates fit '{class_name}'. Pick one with -t: {names}"
+        )
+    raise UsageError(
+        f"no template fits '{class_name}'.{_nearest_class(templates, class_name)}"
+        f" Pick one with -t: {names}"
+    )
+
+
+def _nearest_class(templates: Iterable[Template], class_name: str) -> str:
+    """A sentence that offers the nearest name that a template fits, or nothing.
+
+    `Parallel`, which nearly all names have in common, makes none of them near.
+    """
+    patterns = [pattern for template in templates for pattern in template.patterns]
+    words = {pattern.replace("*", "").removeprefix("Parallel") for pattern in patterns}
+    word = class_name.removeprefix("Parallel")
+    prefix = class_name.removesuffix(word)
+    nearest = difflib.get_close_matches(word, sorted(words), n=1)
+    return f" Did you mean '{prefix}{nearest[0]}'?" if nearest else ""
 
 
 def _fit(template: Template, class_name: str) -> int:

@@ -75,6 +75,18 @@ def test_an_edited_file_whose_template_changed_is_outdated(project):
     ) in result.output
 
 
+def test_a_change_of_the_recorded_options_is_told_apart(project):
+    """The template is the same; the files are not yet as their new options ask."""
+    text = project.lock.read_text("utf-8")
+    write(project.lock, text.replace('"split": "rows"', '"split": "columns"'))
+    result = project.run("check")
+    assert result.exit_code == 1
+    assert (
+        "outdated  zoo/parallel_tiny.py         options changed: +3 -3  "
+        "run: torchshard new-layer ParallelTiny --into zoo\n"
+    ) in result.output
+
+
 def test_a_deleted_file_is_missing(project):
     """Exit code 1."""
     project.test.unlink()
@@ -112,9 +124,18 @@ def test_fix_writes_what_no_edit_is_lost_in(project):
     project.test.unlink()
     result = project.run("check", "--fix")
     assert result.exit_code == 1
+    assert result.output.startswith("fixed     tests/test_parallel_tiny.py\noutdated  ")
     assert "ok        tests/test_parallel_tiny.py\n" in result.output
     assert result.output.endswith("1 outdated\n")
     assert project.module.read_text("utf-8").endswith("mine = 1\n")
+
+
+def test_fix_lists_in_json_what_it_wrote(project):
+    """And nothing the second time."""
+    project.test.unlink()
+    for fixed in (["tests/test_parallel_tiny.py"], []):
+        shown = json.loads(project.run("check", "--fix", "--json").stdout)
+        assert shown["fixed"] == fixed
 
 
 def test_paths_narrow_the_check(project):

@@ -184,6 +184,23 @@ def test_a_name_that_fits_nothing_is_refused(templates):
     assert str(caught.value) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("ParallelLinaer", " Did you mean 'ParallelLinear'?"),
+        ("CrosEntropy", " Did you mean 'CrossEntropy'?"),
+        ("ParallelThing", ""),
+    ],
+)
+def test_a_name_that_nearly_fits_is_mended(templates, name, hint):
+    """The nearest name that a template fits is offered; `Parallel` alone is not near."""
+    with pytest.raises(UsageError) as caught:
+        infer_template(templates, name)
+    assert str(caught.value) == (
+        f"no template fits '{name}'.{hint} Pick one with -t: blank, linear, loss"
+    )
+
+
 def test_a_name_that_fits_several_alike_is_refused(templates):
     """Nothing is chosen by chance."""
     write_template(templates, "other", _torchshard={"names": ["Parall*Line"]})

@@ -110,6 +110,11 @@ def test_show_of_an_unknown_template_is_a_usage_error(project):
             "remark='a\\nb' holds a control character or a template tag; "
             "plain text is expected",
         ),
+        (
+            "class_name=ParallelOther",
+            "class_name is no option; it is the NAME given on the command line:"
+            " torchshard new-layer NAME",
+        ),
         ("width", "--set width is not of the form key=value"),
     ],
 )
