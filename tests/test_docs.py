@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "making_a_layer.md").read_text("utf-8")
 
@@ -78,3 +80,29 @@ def test_the_error_of_the_page_is_met(tmp_path: Path) -> None:
     assert expected is not None
     words = re.escape(expected[1]).replace("rank\\ 0", "rank\\ [01]")
     assert re.search(words, result.stderr), result.stderr
+
+
+def shown(page: str, command: str) -> str:
+    """Return what the page shows below `$ command`."""
+    text = (ROOT / page).read_text("utf-8")
+    found = re.search(
+        rf"^\$ {command}\n(.*?)(?:\n\n|```)", text, re.MULTILINE | re.DOTALL
+    )
+    assert found is not None, f"{page} does not show {command}"
+    return found[1].strip()
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        ("README.md", "torchshard new-layer ParallelEmbedding"),
+        ("docs/making_a_layer.md", "torchshard new-layer ParallelGatedUnit -t blank"),
+    ],
+)
+def test_the_pages_show_what_new_layer_prints(
+    page: str, command: str, tmp_path: Path
+) -> None:
+    """The output on the page is that of the command, to the last count of lines."""
+    words = [sys.executable, "-m", "torchshard_cli", *command.split()[1:]]
+    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.strip() == shown(page, command)
