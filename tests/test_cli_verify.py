@@ -67,15 +67,17 @@ def test_a_wrong_layer_is_named_with_its_difference(project: Path) -> None:
     )
 
 
-def test_a_wrong_declaration_is_told_once(project: Path) -> None:
+def test_a_wrong_declaration_is_told_once(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One traceback on stderr, then one line for all numbers of ranks, and status 1."""
     layer = project / "parallel_doubled.py"
     text = layer.read_text("utf-8")
     layer.write_text(text.replace('Shard(0, "features")', 'Shard(0, "feature")'))
-    result = torchshard(
-        project, "verify", "parallel_doubled:ParallelDoubled", "--ranks", "1,2"
-    )
-    assert (result.returncode, result.stdout) == (1, "")
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    result = in_process("parallel_doubled:ParallelDoubled", "--ranks", "1,2")
+    assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.count("Traceback (most recent call last):") == 1
     words = (
         "LayoutError: Segment('feature') names an axis that is not declared."
