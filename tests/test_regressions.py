@@ -48,7 +48,7 @@ def rank():
     return ts.distributed.get_rank()
 
 
-def mlp_of_pooled_batches():
+def mlp_of_pooled_batches(back):
     torch.manual_seed(0)
     dense = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)).double()
     column = ts.nn.ParallelLinear(3, 5, dim=1).double()
@@ -57,7 +57,7 @@ def mlp_of_pooled_batches():
     row.load_state_dict(dense[1].state_dict())
     x = randoms(4, 3)
     own = x.chunk(2)[rank()].clone().requires_grad_()
-    y = leave_model_parallel(row(column(gather(own, dim=0))), dim=0)
+    y = back(row(column(gather(own, dim=0))), dim=0)
     assert y.shape == (2, 4)
     y.square().mean().backward()
     x.requires_grad_()
@@ -72,7 +72,8 @@ def mlp_of_pooled_batches():
 
 def test_r2_local_losses_give_shards_the_mean_gradient():
     """R2: gather(0), column, row, own rows, local loss: factor 1, not the number of ranks."""
-    run_ranks(mlp_of_pooled_batches, 2)
+    run_ranks(mlp_of_pooled_batches, 2, leave_model_parallel)
+    run_ranks(mlp_of_pooled_batches, 2, ts.distributed.scatter)
 
 
 def groups_of_two():

@@ -39,6 +39,7 @@ from torchshard.errors import LayoutError, ShapeError
 from torchshard.layout import Ranges, balanced_ranges, ranges_of_lengths
 
 GatherGrad: TypeAlias = Literal["whole", "shards", "batch"]
+ScatterGrad: TypeAlias = Literal["whole", "batch"]
 _Op = TypeVar("_Op", bound=Callable[..., Tensor])
 
 
@@ -109,25 +110,50 @@ def total(x: Tensor, group: GroupLike = None) -> Tensor:
 
 @_for_plain
 def scatter(
-    x: Tensor, dim: int = -1, *, ranges: Ranges | None = None, group: GroupLike = None
+    x: Tensor,
+    dim: int = -1,
+    *,
+    grad: ScatterGrad | None = None,
+    ranges: Ranges | None = None,
+    group: GroupLike = None,
 ) -> Tensor:
-    """Return this rank's shard of the whole `x` along `dim`.
+    """Return this rank's part of the whole `x` along `dim`.
+
+    What flows back depends on what the part is, so say it:
+
+        grad="whole"    a shard of `x`, for sharded compute. Backward: all-gather.
+        grad="batch"    this rank's samples of a pooled batch, whose losses a data-parallel
+                        wrapper averages (`leave_model_parallel`). Backward: all-gather / R.
+
+    Without `grad`, a plain tensor that requires grad and is split along the literal dim 0 is a
+    pooled batch, as in TorchShard's recipes and as `gather` takes it; everything else is
+    split into shards.
 
     Args:
         x: Whole tensor, of any shape.
         dim: The dim to split.
+        grad: How the gradient flows, see above.
         ranges: Who gets what; by default balanced, the first ranks one more.
         group: The ranks; None is the model group.
 
     Raises:
         ShapeError: If `ranges` describes a dim of another size.
-        LayoutError: If `ranges` are of another group.
+        LayoutError: If `grad` is another word, or `ranges` are of another group.
     """
+    if grad is None:
+        is_batch = dim == 0 and ranges is None and x.requires_grad
+        grad = "batch" if is_batch else "whole"
+    if grad not in ("whole", "batch"):
+        raise LayoutError(
+            f"grad={grad!r} is not a way back. Expected 'whole' or 'batch'."
+        )
     group = resolve_group(group)
     ranges = _split_of_whole(x, dim, ranges, group)
     if group.size == 1 and ranges.is_contiguous:
         return x
     expect_whole("scatter", x, group)
+    if grad == "batch":
+        x = move("scale_grad", x, 1.0 / group.size)
     return move("scatter", x, dim % x.dim(), ranges, group)
 
 
@@ -353,8 +379,4 @@ def leave_model_parallel(
         ranges: Who gets which samples; balanced by default.
         group: The ranks; None is the model group.
     """
-    group = resolve_group(group)
-    if group.size == 1:
-        return x
-    scaled = move("scale_grad", x, 1.0 / group.size)
-    return scatter(scaled, dim, ranges=ranges, group=group)
+    return scatter(x, dim, grad="batch", ranges=ranges, group=group)
