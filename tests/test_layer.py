@@ -344,7 +344,7 @@ def test_a_tensor_given_twice_is_moved_once(world_size):
 
 def shard_of(x, dim=-1, **options):
     """Return `x` as a ShardedTensor whose gradient reaches the whole leaf `x`."""
-    shard = ts.distributed.scatter(x, dim, **options)
+    shard = ts.distributed.scatter(x, dim, grad="whole", **options)
     return ShardedTensor.from_local(shard, dim, **options)
 
 
