@@ -90,7 +90,8 @@ class ShardedTensor(torch.Tensor):
         """Mark the plain tensor `x` as this rank's shard along `dim`.
 
         Args:
-            x: This rank's part.
+            x: This rank's part. Cut along dim 0 from a tensor that requires grad, it comes
+                from `scatter(whole, 0, grad="whole")`: without `grad`, that is a batch.
             dim: The sharded dim.
             ranges: Who holds what; by default the sizes are exchanged in one all-gather.
             group: The ranks; None is the model group.
