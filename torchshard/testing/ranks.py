@@ -108,6 +108,8 @@ def _rank_main(
             timeout=timedelta(seconds=timeout_s),
         )
         groups.init_process_group(group_size)
+        # A rank with a short body must not be gone while another still connects to it.
+        dist.barrier()
         body, args = pickle.loads(call)
         answer = pickle.dumps((True, body(*args)))
     except BaseException:
