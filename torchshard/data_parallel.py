@@ -91,7 +91,7 @@ def expect_ignored_shards(layer: ParallelLayer) -> None:
     wrapper = DistributedDataParallel._get_active_ddp_module()
     if wrapper is None:
         return
-    managed, spans = _managed_by(wrapper), _spans(wrapper, layer)
+    managed, spans = _managed_by(wrapper), spans_shards(wrapper.process_group, layer)
     for name in layer.specs:
         tensor = layer.tensor_of(name)
         if layer.ranges_of(name) is None:
@@ -116,8 +116,8 @@ def _managed_by(wrapper: DistributedDataParallel) -> set[int]:
     return _managed[wrapper]
 
 
-def _spans(wrapper: DistributedDataParallel, layer: ParallelLayer) -> bool:
-    """Return whether the wrapper averages over several ranks of the layer's group."""
-    wrapped = set(dist.get_process_group_ranks(wrapper.process_group))
+def spans_shards(process_group: dist.ProcessGroup, layer: ParallelLayer) -> bool:
+    """Return whether several ranks of `process_group` hold different shards of `layer`."""
+    ranks = set(dist.get_process_group_ranks(process_group))
     own = dist.get_process_group_ranks(layer.group.process_group)
-    return len(wrapped.intersection(own)) > 1
+    return len(ranks.intersection(own)) > 1

@@ -347,6 +347,7 @@ class ParallelLayer(nn.Module, ABC):
         given = dict(zip(names, args, strict=False))
         given |= {name: kwargs[name] for name in names[len(args) :] if name in kwargs}
         self._expect_group()
+        self._expect_plain_shards()
         data_parallel.expect_ignored_shards(self)
         # All are checked before the first is moved, which may take a collective.
         for name, x in given.items():
@@ -361,7 +362,7 @@ class ParallelLayer(nn.Module, ABC):
         return self.finish(self._leave(output, self._output))
 
     def _expect_group(self) -> None:
-        """Check what is true of every call: the group is in use, and shards are plain."""
+        """Check that the model group is still the one that the layer was built for."""
         if torch.compiler.is_compiling():
             return
         now = resolve_group(None)
@@ -372,17 +373,20 @@ class ParallelLayer(nn.Module, ABC):
                 f" {self.group.size}, and the model group now has {now.size} ranks. Call"
                 " torchshard.init_process_group() before building the model."
             )
+
+    def _expect_plain_shards(self) -> None:
+        """Check that no shard is worked out from others by torch's parametrizations."""
         parametrized = self._modules.get("parametrizations")
-        if parametrized is not None and self.group.size > 1:
-            names = [name for name, _ in parametrized.named_children()]
-            for name in names:
-                if self.ranges_of(name) is not None:
-                    raise LayoutError(
-                        f"{type(self).__name__}.{name} is parametrized, and the"
-                        " parametrization sees this rank's shard alone: norms and singular"
-                        " values would be those of the shard. Remove it with"
-                        " torch.nn.utils.parametrize.remove_parametrizations."
-                    )
+        if parametrized is None or self.group.size == 1:
+            return
+        for name, _ in parametrized.named_children():
+            if self.ranges_of(name) is not None:
+                raise LayoutError(
+                    f"{type(self).__name__}.{name} is parametrized, and the"
+                    " parametrization sees this rank's shard alone: norms and singular"
+                    " values would be those of the shard. Remove it with"
+                    " torch.nn.utils.parametrize.remove_parametrizations."
+                )
 
     def _entered(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs in their declared layouts; a tensor given twice is moved once."""

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torchshard.data_parallel import spans_shards
 from torchshard.errors import GroupError, StateError
 from torchshard.layer import ParallelLayer
-from torchshard.owners import is_sharded, owner_of, remember
+from torchshard.owners import is_sharded, remember, shard_owner_of
 from torchshard.state import gathered
 
 Parameters: TypeAlias = "nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]"
@@ -265,13 +266,9 @@ def _torch_zero() -> Any:
     return TorchZero
 
 
-def _place(parameter: Tensor) -> tuple[ParallelLayer, str] | None:
-    return owner_of(parameter) if is_sharded(parameter) else None
-
-
 def _gathered_state(parameter: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of one parameter with whole tensors, on the CPU. Collective."""
-    place = _place(parameter)
+    place = shard_owner_of(parameter)
     collected: dict[str, Any] = {}
     for key, value in entry.items():
         if isinstance(value, Tensor):
@@ -294,7 +291,7 @@ def _gathered(key: str, value: Tensor, layer: ParallelLayer, name: str) -> Tenso
 
 def _own_state(parameter: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of one parameter's state with this rank's parts of its whole tensors."""
-    place = _place(parameter)
+    place = shard_owner_of(parameter)
     own: dict[str, Any] = {}
     for key, value in entry.items():
         if isinstance(value, Tensor):
@@ -322,12 +319,12 @@ def expect_no_shards(
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return
-    over = set(dist.get_process_group_ranks(optimizer.process_group))
     for group in optimizer.param_groups:
         for tensor in group["params"]:
-            place = _place(tensor)
-            if place is not None and _meets(over, place[0]):
+            place = shard_owner_of(tensor)
+            if place is not None and spans_shards(optimizer.process_group, place[0]):
                 layer, name = place
+                over = dist.get_process_group_ranks(optimizer.process_group)
                 raise GroupError(
                     f"torch's ZeroRedundancyOptimizer over the ranks {sorted(over)} would"
                     f" overwrite {type(layer).__name__}.{name}, a shard, with another"
@@ -359,7 +356,7 @@ def expect_elementwise(
         return
     for group in optimizer.param_groups:
         for tensor in group["params"]:
-            place = _place(tensor)
+            place = shard_owner_of(tensor)
             if place is not None:
                 layer, name = place
                 raise GroupError(
@@ -368,11 +365,6 @@ def expect_elementwise(
                     " shard. Nothing has been changed yet. Use an optimizer that works"
                     " element by element, such as SGD, Adam or AdamW, for shards."
                 )
-
-
-def _meets(ranks: set[int], layer: ParallelLayer) -> bool:
-    own = dist.get_process_group_ranks(layer.group.process_group)
-    return len(ranks.intersection(own)) > 1
 
 
 register_optimizer_step_pre_hook(expect_no_shards)

@@ -33,10 +33,16 @@ def owner_of(tensor: Tensor) -> tuple[ParallelLayer, str] | None:
     return None if layer is None else (layer, name)
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a shard of a layer's parameter on several ranks."""
+def shard_owner_of(tensor: Tensor) -> tuple[ParallelLayer, str] | None:
+    """Return what `owner_of` does for a shard on several ranks, None for any other tensor."""
     found = owner_of(tensor)
     if found is None:
-        return False
+        return None
     layer, name = found
-    return layer.group.size > 1 and layer.ranges_of(name) is not None
+    is_shard = layer.group.size > 1 and layer.ranges_of(name) is not None
+    return found if is_shard else None
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether `tensor` is a shard of a layer's parameter on several ranks."""
+    return shard_owner_of(tensor) is not None

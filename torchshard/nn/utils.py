@@ -17,7 +17,7 @@ from torchshard.distributed import collectives
 from torchshard.distributed.groups import ShardGroup
 from torchshard.layer import ParallelLayer
 from torchshard.layout import Shard
-from torchshard.owners import owner_of
+from torchshard.owners import shard_owner_of
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
 
@@ -94,7 +94,7 @@ def _places(model: Parameters) -> list[tuple[Tensor, _Place]]:
         return [(tensor, owned.get(id(tensor))) for tensor in model.parameters()]
     given = [model] if isinstance(model, Tensor) else model
     unique = {id(tensor): tensor for tensor in given}
-    return [(tensor, _sharded_place(tensor)) for tensor in unique.values()]
+    return [(tensor, shard_owner_of(tensor)) for tensor in unique.values()]
 
 
 def _shards(model: nn.Module) -> Iterator[tuple[Tensor, _Place]]:
@@ -103,17 +103,6 @@ def _shards(model: nn.Module) -> Iterator[tuple[Tensor, _Place]]:
             for name in layer.specs:
                 if layer.ranges_of(name) is not None:
                     yield layer.tensor_of(name), (layer, name)
-
-
-def _sharded_place(tensor: Tensor) -> _Place:
-    place = owner_of(tensor)
-    if (
-        place is None
-        or place[0].group.size == 1
-        or place[0].ranges_of(place[1]) is None
-    ):
-        return None
-    return place
 
 
 def _total_norm(
