@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from .apply import apply_plan
+from .catalogue import Catalogue
 from .errors import UsageError
 from .header import read_header
 from .layer import Layer
@@ -43,7 +44,7 @@ class FileState:
 
 
 def check_files(
-    root: Path, templates_root: Path, paths: Sequence[str] = ()
+    root: Path, templates: Catalogue, paths: Sequence[str] = ()
 ) -> list[FileState]:
     """The state of every generated file under `root`, or of `paths` alone.
 
@@ -51,7 +52,7 @@ def check_files(
         UsageError: If one of `paths` is not a generated file.
         TemplateError: If a template does not render.
     """
-    states = list(_all_states(root, read_lock(root), templates_root))
+    states = list(_all_states(root, read_lock(root), templates))
     unknown = set(paths) - {state.path for state in states}
     if unknown:
         raise UsageError(
@@ -60,9 +61,9 @@ def check_files(
     return [state for state in states if not paths or state.path in paths]
 
 
-def _all_states(root: Path, lock: Lock, templates_root: Path) -> Iterator[FileState]:
+def _all_states(root: Path, lock: Lock, templates: Catalogue) -> Iterator[FileState]:
     for locked in lock.layers.values():
-        rendered = render_layer(locked.layer, templates_root)
+        rendered = render_layer(locked.layer, templates)
         for path in {**rendered, **locked.files}:
             yield _state(root, locked, path, rendered.get(path))
 
@@ -105,7 +106,7 @@ def _command(layer: Layer) -> str:
     return f"new-layer {layer.class_name}{into}"
 
 
-def fix_files(root: Path, templates_root: Path) -> list[str]:
+def fix_files(root: Path, templates: Catalogue) -> list[str]:
     """Write again every file that is missing, or outdated and not edited.
 
     Returns:
@@ -113,7 +114,7 @@ def fix_files(root: Path, templates_root: Path) -> list[str]:
     """
     written = []
     for locked in read_lock(root).layers.values():
-        plan = make_plan(root, locked.layer, templates_root).answered_all("skip")
+        plan = make_plan(root, locked.layer, templates).answered_all("skip")
         apply_plan(plan)
         written += [entry.path for entry in plan.written]
     return written

@@ -5,7 +5,8 @@
     ├── WriteError          1   the file system refused
     ├── VerifyError         1   a layer differs from its dense twin (verify.py)
     ├── UsageError          2   the command line, or a file it names, cannot be used
-    └── TemplateError       3   a template cannot be read or rendered
+    ├── TemplateError       3   a template cannot be read or rendered
+    └── UntrustedError      4   a template is code, and nobody said that it may run
 
 `main.py` turns them into click's exceptions, in one place. No torchshard here.
 """
@@ -35,3 +36,9 @@ class TemplateError(CliError, RuntimeError):
     """A template that cannot be read or rendered."""
 
     exit_code = 3
+
+
+class UntrustedError(CliError, PermissionError):
+    """A template that is not bundled, where nobody said that its code may run."""
+
+    exit_code = 4

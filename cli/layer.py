@@ -22,6 +22,7 @@ class Layer:
         tests: Folder of the test, likewise.
         import_path: What the test imports the class from, for example
             `layer_zoo.parallel_linear`.
+        source: What the template was fetched from; empty for one found by its name.
     """
 
     class_name: str
@@ -31,6 +32,7 @@ class Layer:
     package: str
     tests: str
     import_path: str
+    source: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what a lock edited by hand could smuggle into a path."""

@@ -74,7 +74,10 @@ class LockedLayer:
     def from_json(cls, fields: Mapping[str, Any]) -> "LockedLayer":
         """The inverse of `to_json`."""
         return cls(
-            layer=Layer(**{name: fields[name] for name in _LAYER_FIELDS}),
+            layer=Layer(
+                **{name: fields[name] for name in _LAYER_FIELDS},
+                source=fields.get("source", ""),
+            ),
             template_hash=fields["template_hash"],
             files={
                 path: LockedFile.from_json(file)
@@ -85,6 +88,7 @@ class LockedLayer:
     def to_json(self) -> dict[str, Any]:
         """What the lock holds of it."""
         layer = {name: getattr(self.layer, name) for name in _LAYER_FIELDS}
+        layer |= {"source": self.layer.source} if self.layer.source else {}
         files = {path: file.to_json() for path, file in self.files.items()}
         return {**layer, "template_hash": self.template_hash, "files": files}
 

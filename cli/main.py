@@ -11,13 +11,14 @@ from . import show
 from .alone import alone_in
 from .apply import apply_plan
 from .ask import ask_about_conflicts, conflict_error, is_interactive
+from .catalogue import Catalogue, bundled_templates
 from .check import FileState, check_files, fix_files
 from .errors import UsageError
 from .group import Group
 from .new_layer import Request, plan_new_layer
 from .plan import Plan, Status
 from .target import find_root, find_target, resolved
-from .template import bundled_templates, list_templates, load_template
+from .trust import trust_option
 from .verify import verify
 
 
@@ -45,7 +46,7 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Slice PyTorch layers over ranks; generate, check and prove new ones."""
-    ctx.obj = ctx.obj or bundled_templates()
+    ctx.obj = Catalogue(ctx.obj or bundled_templates()).in_project(Path())
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
@@ -54,7 +55,7 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON 
 def _complete_template(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[str]:
-    names = list_templates(bundled_templates())
+    names = Catalogue(bundled_templates()).in_project(Path()).names()
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -101,10 +102,11 @@ class _Folder(click.Path):
     is_flag=True,
     help="Allow the name of a torch.nn class or builtin.",
 )
+@trust_option
 @_json_option
 @click.pass_obj
 def new_layer(
-    templates_root: Path,
+    templates: Catalogue,
     name: str,
     template: str | None,
     settings: tuple[str, ...],
@@ -122,7 +124,7 @@ def new_layer(
         raise click.UsageError("--skip and --force exclude each other")
     request = Request(
         class_name=name,
-        templates_root=templates_root,
+        templates=templates,
         template=template,
         settings=settings,
         into=into,
@@ -189,9 +191,9 @@ def templates() -> None:
 @templates.command("list")
 @_json_option
 @click.pass_obj
-def templates_list(root: Path, as_json: bool) -> None:
+def templates_list(templates: Catalogue, as_json: bool) -> None:
     """List the templates."""
-    found = [load_template(root, name) for name in list_templates(root)]
+    found = templates.all()
     if as_json:
         click.echo(show.templates_json(found))
     else:
@@ -202,9 +204,9 @@ def templates_list(root: Path, as_json: bool) -> None:
 @click.argument("name", shell_complete=_complete_template)
 @_json_option
 @click.pass_obj
-def templates_show(root: Path, name: str, as_json: bool) -> None:
+def templates_show(templates: Catalogue, name: str, as_json: bool) -> None:
     """Describe the template NAME and its options."""
-    template = load_template(root, name)
+    template = templates.read(name)
     if as_json:
         click.echo(show.template_json(template))
     else:
@@ -217,6 +219,7 @@ def templates_show(root: Path, name: str, as_json: bool) -> None:
 @click.option(
     "--fix", is_flag=True, help="First write again what no edit would be lost in."
 )
+@trust_option
 @_json_option
 @click.pass_context
 def check(
@@ -224,10 +227,11 @@ def check(
 ) -> None:
     """Compare generated files (PATHS, or all) with their templates."""
     root = find_root(Path())
+    templates = ctx.obj.in_project(root)
     with alone_in(root) if fix else nullcontext():
-        fixed = fix_files(root, ctx.obj) if fix else []
+        fixed = fix_files(root, templates) if fix else []
     names = [_relative(root, path) for path in paths]
-    states = check_files(root, ctx.obj, names)
+    states = check_files(root, templates, names)
     if as_json:
         show.echo_json(show.states_json(root, states, fixed))
     else:

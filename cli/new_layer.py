@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .catalogue import Catalogue
 from .collisions import check_collisions
 from .errors import UsageError
 from .header import read_header
@@ -12,7 +13,7 @@ from .lock import Lock, read_lock
 from .names import check_class_name, check_module_name, snake_case
 from .plan import Plan, make_plan, read_text
 from .target import Target, find_target, inside
-from .template import infer_template, load_template
+from .template import Template
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,9 @@ class Request:
 
     Attributes:
         class_name: Name of the class.
-        templates_root: Folder of the templates.
-        template: Name of the template; None to reuse the recorded one, or to infer it.
+        templates: The templates.
+        template: Name of the template, or a path or URL to fetch it from; None to reuse
+            the recorded one, or to infer it.
         settings: Options, each `key=value`.
         into: Folder for the layer.
         module: Name of the module; None to derive it from the class.
@@ -30,7 +32,7 @@ class Request:
     """
 
     class_name: str
-    templates_root: Path
+    templates: Catalogue
     template: str | None = None
     settings: Sequence[str] = ()
     into: Path = Path()
@@ -47,6 +49,7 @@ def plan_new_layer(request: Request) -> Plan:
     Raises:
         UsageError: If a name, an option or the folder cannot be used.
         TemplateError: If the template does not render.
+        UntrustedError: If it is not bundled, and nobody said that it may run.
     """
     check_class_name(request.class_name, allow_shadow=request.allow_shadow)
     target = find_target(request.into)
@@ -62,9 +65,15 @@ def plan_new_layer(request: Request) -> Plan:
         import_path=target.import_path(module),
     )
     recorded = locked or _from_header(layer, target)
-    name, options = _template_and_options(request, recorded)
-    layer = replace(layer, template=name, options=options)
-    plan = make_plan(target.root, layer, request.templates_root)
+    templates = request.templates.in_project(target.root)
+    template = _template(request, recorded, templates)
+    layer = replace(
+        layer,
+        template=template.name,
+        source=template.source,
+        options=_options(request, recorded, template),
+    )
+    plan = make_plan(target.root, layer, templates)
     generated = {entry.path: entry.new for entry in plan.entries if entry.is_generated}
     check_collisions(plan.layer, generated)
     return replace(plan, reason=_reason(request, locked, recorded))
@@ -94,20 +103,23 @@ def _recorded(class_name: str, target: Target, lock: Lock) -> Layer | None:
     return locked.layer if locked else None
 
 
-def _template_and_options(
-    request: Request, recorded: Layer | None
-) -> tuple[str, dict[str, Value]]:
-    """The template, and its options as recorded where they are not set again."""
-    root = request.templates_root
+def _template(
+    request: Request, recorded: Layer | None, templates: Catalogue
+) -> Template:
     if request.template:
-        template = load_template(root, request.template)
-    elif recorded:
-        template = load_template(root, recorded.template)
-    else:
-        template = infer_template(root, request.class_name)
+        return templates.pick(request.template)
+    if recorded:
+        return templates.load(recorded.template, recorded.source)
+    return templates.infer(request.class_name)
+
+
+def _options(
+    request: Request, recorded: Layer | None, template: Template
+) -> dict[str, Value]:
+    """The options as recorded where they are not set again."""
     is_same = recorded is not None and recorded.template == template.name
     before = recorded.options if recorded is not None and is_same else {}
-    return template.name, {**before, **template.parse_options(request.settings)}
+    return {**before, **template.parse_options(request.settings)}
 
 
 def _module(request: Request, target: Target, recorded: Layer | None) -> str:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from .catalogue import Catalogue
 from .errors import UsageError
 from .header import read_header
 from .layer import Layer
 from .lock import Lock, LockedLayer, read_lock
 from .package_init import add_export
-from .render import render_layer
+from .render import render_template
 from .target import inside
-from .template import load_template
 
 Status = Literal["create", "identical", "update", "conflict", "skip", "overwrite"]
 WRITTEN: tuple[Status, ...] = ("create", "update", "overwrite")
@@ -134,7 +134,7 @@ class Plan:
         return self.lock.with_layer(locked.with_texts(texts))
 
 
-def make_plan(root: Path, layer: Layer, templates_root: Path) -> Plan:
+def make_plan(root: Path, layer: Layer, templates: Catalogue) -> Plan:
     """The plan that generates `layer` under `root`.
 
     Raises:
@@ -143,9 +143,9 @@ def make_plan(root: Path, layer: Layer, templates_root: Path) -> Plan:
         TemplateError: If the template does not render.
     """
     lock = read_lock(root)
-    template = load_template(templates_root, layer.template)
+    template = templates.load(layer.template, layer.source)
     layer = replace(layer, options=template.complete(layer.options))
-    texts = render_layer(layer, templates_root)
+    texts = render_template(template, layer)
     entries = [_entry(root, layer, lock, path, texts[path]) for path in texts]
     if "." in layer.import_path:
         entries.append(_export_entry(root, layer))

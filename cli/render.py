@@ -7,21 +7,28 @@ error it leaves files behind. It is handed the context, so that neither the user
 
 import ast
 import os
-import shutil
+import posixpath
 import tempfile
 import traceback
 from collections.abc import Container
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import TemplateError
 from .header import add_header
+from .hooks import running_hooks
 from .layer import Layer
-from .template import SHARED, Template, load_template
+from .template import Template
+from .template_files import FIELDS
+from .trust import require_trust
+
+if TYPE_CHECKING:
+    from .catalogue import Catalogue
 
 
-def render_layer(layer: Layer, templates_root: Path) -> dict[str, str]:
+def render_layer(layer: Layer, templates: "Catalogue") -> dict[str, str]:
     """The text of every file of `layer`, by posix path relative to the project's root.
 
     A pure function of the layer and of the templates: it writes nothing that stays.
@@ -29,44 +36,53 @@ def render_layer(layer: Layer, templates_root: Path) -> dict[str, str]:
     Raises:
         UsageError: If the template does not exist or a value is none of its choices.
         TemplateError: If it does not render, or renders to something unusable.
+        UntrustedError: If it is not bundled, and nobody said that it may run.
     """
-    template = load_template(templates_root, layer.template)
+    return render_template(templates.load(layer.template, layer.source), layer)
+
+
+def render_template(template: Template, layer: Layer) -> dict[str, str]:
+    """The same, for a template at hand.
+
+    This is the one place where the code of a template runs.
+    """
+    require_trust(template)
     layer = replace(layer, options=template.complete(layer.options))
     with tempfile.TemporaryDirectory(prefix="torchshard-") as name:
         scratch = Path(name).resolve()
-        stage = _stage(template, scratch / "stage")
-        _generate(template, layer, stage, scratch / "out")
-        bodies = _read(template, scratch / "out")
+        _stage(template, scratch / "stage")
+        _generate(template, layer, scratch / "stage", scratch / "out")
+        bodies = _read(template, layer, scratch / "out")
     content_hash = template.content_hash()
     return {
         path: add_header(body, layer, content_hash) for path, body in bodies.items()
     }
 
 
-def _stage(template: Template, stage: Path) -> Path:
-    """A copy of the template, with the shared partials where cookiecutter looks for them."""
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(template.folder, stage, ignore=ignore)
-    shared = template.folder.parent / SHARED
-    shutil.copytree(shared, stage / "templates", ignore=ignore, dirs_exist_ok=True)
-    return stage
+def _stage(template: Template, stage: Path) -> None:
+    """Write the files of the template to `stage`, where cookiecutter looks for them."""
+    for name, file in template.files.items():
+        path = stage / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(file.content)
 
 
 def _generate(template: Template, layer: Layer, stage: Path, out: Path) -> None:
     from cookiecutter.generate import generate_files
 
     try:
-        generate_files(
-            repo_dir=stage,
-            context={"cookiecutter": _context(template, layer, stage)},
-            output_dir=out,
-            overwrite_if_exists=True,
-            accept_hooks=False,
-        )
+        with running_hooks(stage.parent) if template.has_hooks else nullcontext():
+            generate_files(
+                repo_dir=stage,
+                context={"cookiecutter": _context(template, layer, stage)},
+                output_dir=out,
+                overwrite_if_exists=True,
+                accept_hooks=template.has_hooks,
+            )
     except TemplateError:
         raise
     except Exception as error:  # a template can run any expression
-        raise TemplateError(_describe(error, template, stage)) from error
+        raise TemplateError(_describe(error, template)) from error
 
 
 def _context(template: Template, layer: Layer, stage: Path) -> dict[str, Any]:
@@ -75,7 +91,7 @@ def _context(template: Template, layer: Layer, stage: Path) -> dict[str, Any]:
 
     from .snake import SnakeExtension
 
-    raw = generate_context(str(stage / "cookiecutter.json"))["cookiecutter"]
+    raw = generate_context(str(stage / FIELDS))["cookiecutter"]
     extension = f"{SnakeExtension.__module__}.{SnakeExtension.__qualname__}"
     given = {
         **layer.options,
@@ -105,12 +121,12 @@ def _computed(
         try:
             values[key] = render_variable(environment, values[key], values)
         except Exception as error:  # a template can run any expression
-            where = f"{_label(template)}/cookiecutter.json: '{key}'"
-            raise TemplateError(f"{where}: {_reason(error)}") from error
+            where = template.files[FIELDS].label
+            raise TemplateError(f"{where}: '{key}': {_reason(error)}") from error
     return values
 
 
-def _describe(error: Exception, template: Template, stage: Path) -> str:
+def _describe(error: Exception, template: Template) -> str:
     """The file and the line of a template that failed, and why."""
     from jinja2 import TemplateSyntaxError
 
@@ -118,13 +134,8 @@ def _describe(error: Exception, template: Template, stage: Path) -> str:
     name, line = _last_template_line(cause)
     if isinstance(cause, TemplateSyntaxError):
         name, line = cause.filename or cause.name or "", cause.lineno
-    where = f"{_shown(name, template, stage)}:{line}" if name else _label(template)
+    where = f"{_shown(name, template)}:{line}" if name else template.label
     return f"{where}: {_reason(cause)}"
-
-
-def _label(template: Template) -> str:
-    """The folder of a template as its author calls it: `templates/linear`."""
-    return f"{template.folder.parent.name}/{template.name}"
 
 
 def _reason(error: BaseException) -> str:
@@ -142,31 +153,54 @@ def _last_template_line(error: BaseException) -> tuple[str, int]:
     return ours[-1] if ours else ("", 0)
 
 
-def _shown(name: str, template: Template, stage: Path) -> str:
+def _shown(name: str, template: Template) -> str:
     """`name`, which cookiecutter sees from inside the staged folder, as its author does."""
-    if name.startswith("../templates/"):
-        partial = name.removeprefix("../templates/")
-        return f"{template.folder.parent.name}/{SHARED}/{partial}"
-    output = next(
-        path.name for path in stage.iterdir() if "cookiecutter._out" in path.name
-    )
-    return f"{_label(template)}/{output}/{name.removeprefix('./')}"
+    output = next(path for path in template.files if path.startswith("{{"))
+    path = posixpath.normpath(posixpath.join(output.partition("/")[0], name))
+    return template.files[path].label if path in template.files else path
 
 
-def _read(template: Template, out: Path) -> dict[str, str]:
-    found = (path for path in out.rglob("*") if path.is_file())
-    paths = sorted(found, key=lambda path: (path.name.startswith("test_"), path))
-    if len(paths) != len(template.outputs()):
-        raise TemplateError(
-            f"template '{template.name}' has {len(template.outputs())} files but wrote "
-            f"{len(paths)}; two of its paths render to the same one"
-        )
+def _read(template: Template, layer: Layer, out: Path) -> dict[str, str]:
+    paths = [path for path in out.rglob("*") if path.is_file()]
+    if not template.has_hooks:
+        _check_outputs(template, layer, len(paths))
     bodies = {
-        path.relative_to(out).as_posix(): path.read_text("utf-8") for path in paths
+        path.relative_to(out).as_posix(): _read_body(template, path)
+        for path in sorted(paths, key=lambda path: (_is_test(path), path))
+        if "__pycache__" not in path.parts
     }
     for path, body in bodies.items():
         _check_body(template, path, body)
     return bodies
+
+
+def _is_test(path: Path) -> bool:
+    return path.name.startswith("test_")
+
+
+def _check_outputs(template: Template, layer: Layer, count: int) -> None:
+    """Refuse two files for one path, of which one would be lost."""
+    outputs = template.outputs(
+        package=layer.package, tests=layer.tests, module=layer.module
+    )
+    twice = sorted({path for path in outputs if outputs.count(path) > 1})
+    if twice:
+        raise TemplateError(
+            f"template '{template.name}' has two files that render to {twice[0]}"
+        )
+    if count != len(outputs):
+        raise TemplateError(
+            f"template '{template.name}' has {len(outputs)} files but wrote {count}"
+        )
+
+
+def _read_body(template: Template, path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise TemplateError(
+            f"template '{template.name}' wrote {path.name}, which is not UTF-8 text"
+        ) from error
 
 
 def _check_body(template: Template, path: str, body: str) -> None:

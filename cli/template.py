@@ -1,119 +1,74 @@
-"""Templates on disk: find them, describe them, check the options given to one.
+"""A template: what `cookiecutter.json` says of it, and the options given to it.
 
-Reads `cookiecutter.json` and the list of files; renders nothing (`render.py` does).
+Made of files that were read already; `catalogue.py` finds them, `render.py` renders.
 """
 
-import difflib
 import fnmatch
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 from .errors import TemplateError, UsageError
 from .layer import Value
 from .names import did_you_mean
-
-SHARED = "_shared"
-
-# The only variables in a template's paths: each is checked before anything is rendered.
-_PATH_VARIABLES = re.compile(
-    r"\{\{ ?cookiecutter\.(_out|_pkg|_tests|__module|_py) ?\}\}"
+from .options import Option
+from .template_files import (
+    FIELDS,
+    HOOKS,
+    PARTIALS,
+    PATH_VARIABLES,
+    SHARED,
+    Files,
 )
-_JINJA_OR_CONTROL = re.compile(r"\{[{%#]|[\x00-\x1f\x7f]")
-_BOOLEANS = {
-    **dict.fromkeys(("true", "yes", "on", "1"), True),
-    **dict.fromkeys(("false", "no", "off", "0"), False),
-}
 
-
-@dataclass(frozen=True)
-class Option:
-    """An option of a template.
-
-    Attributes:
-        name: Its key in `cookiecutter.json`.
-        default: Its value unless set.
-        choices: The values that it may take; empty where any value of the default's type
-            will do.
-        help: One line for `torchshard templates show`.
-    """
-
-    name: str
-    default: Value
-    choices: tuple[Value, ...] = ()
-    help: str = ""
-
-    @property
-    def kind(self) -> str:
-        """What it accepts, in words."""
-        if self.choices:
-            return " | ".join(map(str, self.choices))
-        return type(self.default).__name__
-
-    def parse(self, text: str) -> Value:
-        """The value that `text` means.
-
-        Raises:
-            UsageError: If it means none.
-        """
-        if self.choices:
-            return self._choice(text)
-        if isinstance(self.default, bool):
-            return self._boolean(text)
-        if isinstance(self.default, str):
-            return self._text(text)
-        try:
-            return type(self.default)(text)
-        except ValueError:
-            raise UsageError(f"{self.name}={text} is not {self._article()}") from None
-
-    def _choice(self, text: str) -> Value:
-        by_text = {str(choice): choice for choice in self.choices}
-        if text not in by_text:
-            raise UsageError(
-                f"{self.name}={text} is not one of {', '.join(by_text)}."
-                f"{did_you_mean(text, by_text)}"
-            )
-        return by_text[text]
-
-    def _boolean(self, text: str) -> bool:
-        if text.lower() not in _BOOLEANS:
-            raise UsageError(f"{self.name}={text} is neither true nor false")
-        return _BOOLEANS[text.lower()]
-
-    def _text(self, text: str) -> str:
-        if _JINJA_OR_CONTROL.search(text):
-            raise UsageError(
-                f"{self.name}={text!r} holds a control character or a template tag; "
-                "plain text is expected"
-            )
-        return text
-
-    def _article(self) -> str:
-        return "an integer" if isinstance(self.default, int) else "a number"
+BUNDLED = "bundled"
 
 
 @dataclass(frozen=True)
 class Template:
-    """A template, read from its folder.
+    """A template, read whole.
 
     Attributes:
-        name: Name of its folder.
-        folder: The folder.
+        name: Its name.
+        files: Its files, with the partials that it shares with others.
         title: One line that says what it generates.
+        class_name: The class that it generates unless another is named.
         patterns: Globs of the class names that it fits.
         options: Its options, by name, in the order of `cookiecutter.json`.
+        origin: Where it comes from: `bundled`, a folder or what it was fetched from.
+        source: What to fetch it from again; empty for one that is found by its name.
+        is_trusted: Whether it may be rendered, which can run any code.
     """
 
     name: str
-    folder: Path
+    files: Files
     title: str
+    class_name: str
     patterns: tuple[str, ...]
     options: Mapping[str, Option]
+    origin: str = BUNDLED
+    source: str = ""
+    is_trusted: bool = True
+
+    @property
+    def label(self) -> str:
+        """Its folder as its author calls it: `templates/linear`."""
+        return self.files[FIELDS].label.removesuffix(f"/{FIELDS}")
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether it runs scripts of its own around the rendering."""
+        return any(name.startswith(f"{HOOKS}/") for name in self.files)
+
+    @property
+    def overridden(self) -> list[str]:
+        """Of a bundled template, the files that the project replaces."""
+        if self.origin != BUNDLED:
+            return []
+        return sorted(name for name, file in self.files.items() if not file.is_bundled)
 
     def parse_options(self, settings: Iterable[str]) -> dict[str, Value]:
         """The values that `settings`, each `key=value`, give to options.
@@ -141,7 +96,7 @@ class Template:
             raise UsageError(
                 f"template '{self.name}' has no option '{name}'."
                 f"{did_you_mean(name, self.options)}"
-                f"  (see: torchshard templates show {self.name})"
+                f"  (see: torchshard templates show {self.source or self.name})"
             )
         return self.options[name]
 
@@ -158,175 +113,136 @@ class Template:
             for name, option in self.options.items()
         }
 
-    def files(self) -> list[Path]:
-        """Every file of the template, relative to its folder."""
-        return _files_under(self.folder)
+    def fit(self, class_name: str) -> int:
+        """How specifically it fits: the letters that its best pattern spells out."""
+        return max(
+            (
+                len(pattern.replace("*", ""))
+                for pattern in self.patterns
+                if fnmatch.fnmatchcase(class_name, pattern)
+            ),
+            default=0,
+        )
 
-    def outputs(self) -> list[str]:
-        """What it writes, with `{package}`, `{tests}` and `{module}` for the variables."""
-        words = {"_out": ".", "_pkg": "{package}", "_tests": "{tests}"}
-        words |= {"__module": "{module}", "_py": "py"}
-        paths = [path for path in self.files() if len(path.parts) > 1]
-        named = [
-            _PATH_VARIABLES.sub(lambda match: words[match[1]], path.as_posix())
-            for path in paths
-        ]
-        return [path.removeprefix("./") for path in named]
+    def outputs(self, **variables: str) -> list[str]:
+        """What it writes, with `variables` for those in its paths.
+
+        Those that are not given stand as `{package}`, `{tests}` and `{module}`.
+        """
+        words = {"package": "{package}", "tests": "{tests}", "module": "{module}"}
+        words |= variables
+        values = {"_out": ".", "_py": "py", "_pkg": words["package"]}
+        values |= {"_tests": words["tests"], "__module": words["module"]}
+        rendered = (
+            PATH_VARIABLES.sub(lambda match: values[match[1]], name)
+            for name in self._rendered_files()
+        )
+        return [str(PurePosixPath(path)) for path in rendered]
+
+    def _rendered_files(self) -> Iterator[str]:
+        for name in self.files:
+            if name.partition("/")[0] not in (FIELDS, HOOKS, PARTIALS):
+                yield name
+
+    def needed_files(self) -> Files:
+        """Its files, with those of the shared partials alone that it can come to import."""
+        from .partials import needed_partials
+
+        needed = needed_partials(self.files, read_fields(self.files))
+        return {
+            name: file
+            for name, file in self.files.items()
+            if not file.is_shared or name in needed
+        }
 
     def content_hash(self) -> str:
-        """Hash of all that decides what is rendered: its files and the shared partials."""
-        shared = self.folder.parent / SHARED
-        paths = [(self.name, self.folder / path) for path in self.files()]
-        paths += [(SHARED, path) for path in sorted(shared.glob("*.j2"))]
+        """Hash of all that decides what is rendered, wherever it lies."""
+        files = self.needed_files()
         digest = hashlib.sha256()
-        for owner, path in paths:
-            content = path.read_bytes().replace(b"\r\n", b"\n")
-            name = path.relative_to(self.folder.parent / owner).as_posix()
-            digest.update(f"{owner}/{name} {len(content)}\n".encode())
+        for name in sorted(files, key=_hash_order):
+            content = files[name].content.replace(b"\r\n", b"\n")
+            partial = name.removeprefix(f"{PARTIALS}/")
+            path = f"{self.name}/{name}" if partial == name else f"{SHARED}/{partial}"
+            digest.update(f"{path} {len(content)}\n".encode())
             digest.update(content)
         return digest.hexdigest()[:12]
 
 
-def bundled_templates() -> Path:
-    """The folder of the templates that come with torchshard.
-
-    Found by path, as `importlib.resources` cannot see a mapped package in an editable
-    install: beside the installed command line, or beside `cli` in a checkout.
-    """
-    parent = Path(__file__).resolve().parent.parent
-    for candidate in (parent / "torchshard_templates", parent / "templates"):
-        if (candidate / SHARED).is_dir():
-            return candidate
-    raise TemplateError(f"no templates beside {parent}; install torchshard again")
+def _hash_order(name: str) -> tuple[bool, PurePosixPath]:
+    """Partials last: the place where they always stood in the hash."""
+    return name.startswith(f"{PARTIALS}/"), PurePosixPath(name)
 
 
-def list_templates(root: Path) -> list[str]:
-    """Names of the templates under `root`, sorted."""
-    return sorted(
-        path.parent.name
-        for path in root.glob("*/cookiecutter.json")
-        if not path.parent.name.startswith("_")
-    )
-
-
-def load_template(root: Path, name: str) -> Template:
-    """The template `name` under `root`.
+def read_template(
+    name: str,
+    files: Files,
+    *,
+    origin: str = BUNDLED,
+    source: str = "",
+    is_trusted: bool = True,
+) -> Template:
+    """The template that `files` make.
 
     Raises:
-        UsageError: If there is none.
-        TemplateError: If its `cookiecutter.json` or a path in it cannot be used.
+        TemplateError: If its `cookiecutter.json`, or a folder in it, cannot be used.
     """
-    names = list_templates(root)
-    if name not in names:
-        raise UsageError(
-            f"no template '{name}'.{did_you_mean(name, names)}"
-            "  (see: torchshard templates list)"
-        )
-    folder = root / name
-    _check_paths(folder)
-    fields = _read_fields(folder / "cookiecutter.json")
+    fields = read_fields(files)
+    _check_output_folders(files)
     ours = fields.get("_torchshard", {})
     helps = ours.get("options", {})
     public = [key for key in fields if not key.startswith("_") and key != "class_name"]
     return Template(
         name=name,
-        folder=folder,
+        files=files,
         title=ours.get("title", ""),
+        class_name=str(fields["class_name"]),
         patterns=tuple(ours.get("names", ())),
         options={
             key: _read_option(
-                folder, key, fields[key], helps.get(key, {}).get("help", "")
+                files, key, fields[key], helps.get(key, {}).get("help", "")
             )
             for key in public
         },
+        origin=origin,
+        source=source,
+        is_trusted=is_trusted,
     )
 
 
-def infer_template(root: Path, class_name: str) -> Template:
-    """The template whose most specific pattern fits `class_name`.
+def read_fields(files: Files) -> dict[str, Any]:
+    """The `cookiecutter.json` of `files`.
 
     Raises:
-        UsageError: If none fits, or several fit equally well.
+        TemplateError: If it is not an object in JSON that names a class.
     """
-    templates = [load_template(root, name) for name in list_templates(root)]
-    best = max((_fit(template, class_name) for template in templates), default=0)
-    found = [template for template in templates if _fit(template, class_name) == best]
-    if best and len(found) == 1:
-        return found[0]
-    names = ", ".join(template.name for template in found)
-    if best:
-        raise UsageError(
-            f"several templates fit '{class_name}'. Pick one with -t: {names}"
-        )
-    raise UsageError(
-        f"no template fits '{class_name}'.{_nearest_class(templates, class_name)}"
-        f" Pick one with -t: {names}"
-    )
-
-
-def _nearest_class(templates: Iterable[Template], class_name: str) -> str:
-    """A sentence that offers the nearest name that a template fits, or nothing.
-
-    `Parallel`, which nearly all names have in common, makes none of them near.
-    """
-    patterns = [pattern for template in templates for pattern in template.patterns]
-    words = {pattern.replace("*", "").removeprefix("Parallel") for pattern in patterns}
-    word = class_name.removeprefix("Parallel")
-    prefix = class_name.removesuffix(word)
-    nearest = difflib.get_close_matches(word, sorted(words), n=1)
-    return f" Did you mean '{prefix}{nearest[0]}'?" if nearest else ""
-
-
-def _fit(template: Template, class_name: str) -> int:
-    """How specifically `template` fits: the letters that its pattern spells out."""
-    return max(
-        (
-            len(pattern.replace("*", ""))
-            for pattern in template.patterns
-            if fnmatch.fnmatchcase(class_name, pattern)
-        ),
-        default=0,
-    )
-
-
-def _files_under(folder: Path) -> list[Path]:
-    return sorted(
-        path.relative_to(folder)
-        for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    )
-
-
-def _check_paths(folder: Path) -> None:
-    """Refuse paths that could leave the project or that Windows cannot hold."""
-    for path in _files_under(folder):
-        plain = _PATH_VARIABLES.sub("x", path.as_posix())
-        if not re.fullmatch(r"[A-Za-z0-9_./-]+", plain) or ".." in plain:
-            raise TemplateError(
-                f"{folder.name}/{path}: a template's path may hold letters, digits and "
-                "the variables _out, _pkg, _tests, __module, _py of cookiecutter"
-            )
-
-
-def _read_fields(path: Path) -> dict[str, Any]:
-    where = f"{path.parent.name}/{path.name}"
+    file = files[FIELDS]
     try:
-        fields = json.loads(path.read_text("utf-8"))
+        fields = json.loads(file.content.decode())
     except UnicodeDecodeError as error:
-        raise TemplateError(f"{where}: not UTF-8 ({error.reason})") from error
+        raise TemplateError(f"{file.label}: not UTF-8 ({error.reason})") from error
     except json.JSONDecodeError as error:
-        raise TemplateError(f"{where}:{error.lineno}: {error.msg}") from error
+        raise TemplateError(f"{file.label}:{error.lineno}: {error.msg}") from error
     if not isinstance(fields, dict) or "class_name" not in fields:
-        raise TemplateError(f"{where}: an object with a 'class_name' is expected")
+        raise TemplateError(f"{file.label}: an object with a 'class_name' is expected")
     return fields
 
 
-def _read_option(folder: Path, name: str, raw: object, help_text: str) -> Option:
+def _check_output_folders(files: Files) -> None:
+    """Refuse a second folder to render, of which cookiecutter would take either."""
+    folders = sorted({name.partition("/")[0] for name in files if name[:2] == "{{"})
+    if len(folders) > 1:
+        raise TemplateError(
+            f"{files[FIELDS].label.removesuffix(f'/{FIELDS}')} has several folders to "
+            f"render, {' and '.join(folders)}; one is expected"
+        )
+
+
+def _read_option(files: Files, name: str, raw: object, help_text: str) -> Option:
     if isinstance(raw, bool | int | float | str):
         return Option(name=name, default=raw, help=help_text)
     if isinstance(raw, list) and raw and all(isinstance(x, int | str) for x in raw):
         return Option(name=name, default=raw[0], choices=tuple(raw), help=help_text)
     raise TemplateError(
-        f"{folder.name}/cookiecutter.json: option '{name}' is {raw!r}; "
+        f"{files[FIELDS].label}: option '{name}' is {raw!r}; "
         "a list of choices, a boolean, a number or a string is expected"
     )

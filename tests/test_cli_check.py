@@ -5,6 +5,7 @@ import json
 import pytest
 from cli_project import Project, working_in, write
 from click.testing import CliRunner
+from torchshard_cli.catalogue import Catalogue
 from torchshard_cli.lock import read_lock
 from torchshard_cli.main import main
 from torchshard_cli.render import render_layer
@@ -191,12 +192,12 @@ def test_the_lock_renders_without_touching_the_disk(project):
     """Every entry gives the bytes that are on disk; a changed template gives others."""
     before = project.contents()
     (locked,) = read_lock(project.root).layers.values()
-    rendered = render_layer(locked.layer, project.templates)
+    rendered = render_layer(locked.layer, Catalogue(project.templates))
     assert {path: text.encode() for path, text in rendered.items()} == {
         path: before[path] for path in rendered
     }
     project.edit_template()
-    changed = render_layer(locked.layer, project.templates)
+    changed = render_layer(locked.layer, Catalogue(project.templates))
     assert changed.keys() == rendered.keys()
     assert all(changed[path] != rendered[path] for path in changed)
     assert project.contents() == before

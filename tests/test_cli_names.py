@@ -4,9 +4,9 @@ import inspect
 
 import pytest
 from cli_project import TEST, TEST_PATH, Project, write, write_template
+from torchshard_cli.catalogue import Catalogue, bundled_templates
 from torchshard_cli.errors import UsageError
 from torchshard_cli.names import check_class_name, check_module_name, snake_case
-from torchshard_cli.template import bundled_templates, infer_template, load_template
 from torchshard_cli.torch_names import TORCH_NN_CLASSES
 
 
@@ -171,15 +171,15 @@ def templates(tmp_path):
 
 def test_the_most_specific_pattern_wins(templates):
     """`ParallelLinearCrossEntropyLoss` is a loss, though it is linear too."""
-    found = infer_template(templates, "ParallelLinearCrossEntropyLoss")
+    found = Catalogue(templates).infer("ParallelLinearCrossEntropyLoss")
     assert found.name == "loss"
-    assert infer_template(templates, "ParallelQKVLinear").name == "linear"
+    assert Catalogue(templates).infer("ParallelQKVLinear").name == "linear"
 
 
 def test_a_name_that_fits_nothing_is_refused(templates):
     """The message lists what can be picked."""
     with pytest.raises(UsageError) as caught:
-        infer_template(templates, "Foo")
+        Catalogue(templates).infer("Foo")
     expected = "no template fits 'Foo'. Pick one with -t: blank, linear, loss"
     assert str(caught.value) == expected
 
@@ -195,7 +195,7 @@ def test_a_name_that_fits_nothing_is_refused(templates):
 def test_a_name_that_nearly_fits_is_mended(templates, name, hint):
     """The nearest name that a template fits is offered; `Parallel` alone is not near."""
     with pytest.raises(UsageError) as caught:
-        infer_template(templates, name)
+        Catalogue(templates).infer(name)
     assert str(caught.value) == (
         f"no template fits '{name}'.{hint} Pick one with -t: blank, linear, loss"
     )
@@ -206,7 +206,7 @@ def test_a_name_that_fits_several_alike_is_refused(templates):
     write_template(templates, "other", _torchshard={"names": ["Parall*Line"]})
     write_template(templates, "third", _torchshard={"names": ["*ParallLine"]})
     with pytest.raises(UsageError) as caught:
-        infer_template(templates, "ParallLine")
+        Catalogue(templates).infer("ParallLine")
     expected = "several templates fit 'ParallLine'. Pick one with -t: other, third"
     assert str(caught.value) == expected
 
@@ -214,7 +214,7 @@ def test_a_name_that_fits_several_alike_is_refused(templates):
 def test_an_unknown_template_is_refused(templates):
     """The message offers the nearest one."""
     with pytest.raises(UsageError) as caught:
-        load_template(templates, "linaer")
+        Catalogue(templates).load("linaer")
     expected = (
         "no template 'linaer'. Did you mean 'linear'?  (see: torchshard templates list)"
     )
@@ -222,12 +222,15 @@ def test_an_unknown_template_is_refused(templates):
 
 
 def test_a_template_name_is_no_path(tmp_path):
-    """`-t ../x` finds nothing, even where a template lies there."""
+    """`-t ../x` is a path: a template that lies there is not run, and elsewhere is none."""
     project = Project(tmp_path)
     write_template(tmp_path, "outside")
     result = project.run("new-layer", "ParallelTiny", "-t", "../outside")
+    assert result.exit_code == 4
+    result = project.run("new-layer", "ParallelTiny", "-t", "../nowhere")
     assert result.exit_code == 2
-    assert "no template '../outside'" in result.output
+    message = "Error: no template at ../nowhere; there is no such file or folder\n"
+    assert result.stderr == message
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from cli_project import (
 )
 from cookiecutter.generate import generate_files
 from cookiecutter.prompt import prompt_for_config
+from torchshard_cli.catalogue import Catalogue
 from torchshard_cli.errors import TemplateError
 from torchshard_cli.layer import Layer
 from torchshard_cli.render import render_layer
-from torchshard_cli.template import load_template
 
 OUTPUT = "templates/tiny/" + MODULE_PATH
 
@@ -150,7 +150,7 @@ def test_options_reach_the_template_with_their_types(project):
 
 def test_rendering_is_repeatable(project, tmp_path, monkeypatch):
     """Neither the user's cookiecutter settings nor the place or time zone matter."""
-    expected = render_layer(tiny(), project.templates)
+    expected = render_layer(tiny(), Catalogue(project.templates))
     configuration = write(
         tmp_path / "rc", "default_context: {split: columns, width: 99}\n"
     )
@@ -159,27 +159,27 @@ def test_rendering_is_repeatable(project, tmp_path, monkeypatch):
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     monkeypatch.setenv("LC_ALL", "C")
     monkeypatch.chdir(tmp_path)
-    assert render_layer(tiny(), project.templates) == expected
+    assert render_layer(tiny(), Catalogue(project.templates)) == expected
 
 
 def test_line_endings_and_modes_of_a_template_do_not_matter(project):
     """A checkout with CRLF, or read-only, renders the same text and hash."""
-    expected = render_layer(tiny(), project.templates)
+    expected = render_layer(tiny(), Catalogue(project.templates))
     path = project.template / MODULE_PATH
     path.write_bytes(LAYER.replace("\n", "\r\n").encode())
     os.chmod(path, 0o444)
-    assert render_layer(tiny(), project.templates) == expected
+    assert render_layer(tiny(), Catalogue(project.templates)) == expected
     project.generate()
     assert project.module.stat().st_mode & stat.S_IWUSR
 
 
 def test_the_hash_covers_shared_partials_and_nothing_stray(project):
     """A change of a partial changes it; a compiled file beside the template does not."""
-    before = load_template(project.templates, "tiny").content_hash()
+    before = Catalogue(project.templates).load("tiny").content_hash()
     write(project.template / "__pycache__" / "x.pyc", "stray")
-    assert load_template(project.templates, "tiny").content_hash() == before
+    assert Catalogue(project.templates).load("tiny").content_hash() == before
     write(project.templates / "_shared" / "macros.j2", "{# other #}")
-    assert load_template(project.templates, "tiny").content_hash() != before
+    assert Catalogue(project.templates).load("tiny").content_hash() != before
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_an_error_in_a_partial_names_the_partial(project):
     text = "\n{% macro title(remark) %}{{ remark.a.b }}{% endmacro %}\n"
     write(project.templates / "_shared" / "macros.j2", text)
     with pytest.raises(TemplateError) as caught:
-        render_layer(tiny(), project.templates)
+        render_layer(tiny(), Catalogue(project.templates))
     expected = "templates/_shared/macros.j2:2: 'str object' has no attribute 'a'"
     assert str(caught.value) == expected
 
@@ -235,7 +235,7 @@ def test_an_error_in_a_partial_names_the_partial(project):
         ),
         (
             {"width": {}},
-            "tiny/cookiecutter.json: option 'width' is {}; "
+            "templates/tiny/cookiecutter.json: option 'width' is {}; "
             "a list of choices, a boolean, a number or a string is expected",
         ),
     ],
@@ -250,8 +250,11 @@ def test_a_field_that_cannot_be_used_is_named(project, fields, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{\n"class_name": }', "tiny/cookiecutter.json:2: Expecting value"),
-        ("[]", "tiny/cookiecutter.json: an object with a 'class_name' is expected"),
+        ('{\n"class_name": }', "templates/tiny/cookiecutter.json:2: Expecting value"),
+        (
+            "[]",
+            "templates/tiny/cookiecutter.json: an object with a 'class_name' is expected",
+        ),
     ],
 )
 def test_a_broken_cookiecutter_json_is_named(project, text, message):
@@ -277,7 +280,7 @@ def test_a_path_that_could_escape_is_refused(project, name):
     result = project.run("new-layer", "ParallelTiny")
     assert (result.exit_code, result.stderr) == (
         3,
-        f"Error: tiny/{{{{cookiecutter._out}}}}/{name}: a template's path may hold "
+        f"Error: templates/tiny/{{{{cookiecutter._out}}}}/{name}: a template's path may hold "
         "letters, digits and the variables _out, _pkg, _tests, __module, _py of "
         "cookiecutter\n",
     )
@@ -294,8 +297,7 @@ def test_two_files_for_one_path_are_refused(project):
     write(project.template / "{{cookiecutter._out}}/zoo/parallel_tiny.py", "x = 1\n")
     result = project.run("new-layer", "ParallelTiny")
     message = (
-        "Error: template 'tiny' has 3 files but wrote 2; "
-        "two of its paths render to the same one\n"
+        "Error: template 'tiny' has two files that render to zoo/parallel_tiny.py\n"
     )
     assert (result.exit_code, result.stderr) == (3, message)
 

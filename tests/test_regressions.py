@@ -22,9 +22,9 @@ from torchshard.errors import LayoutError, ShapeError, TargetError
 from torchshard.state import gathered
 from torchshard.tensor import ShardedTensor, whole
 from torchshard.testing import run_ranks
+from torchshard_cli.catalogue import Catalogue, bundled_templates
 from torchshard_cli.lock import read_lock
 from torchshard_cli.render import render_layer
-from torchshard_cli.template import bundled_templates
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -330,7 +330,7 @@ def rendered(name):
     layer = next(layer for layer in layers if layer.class_name == name)
     module = name.lower()
     layer = replace(layer, package=".", tests=".", module=module, import_path=module)
-    files = render_layer(layer, bundled_templates())
+    files = render_layer(layer, Catalogue(bundled_templates()))
     namespace = types.ModuleType(module)
     exec(compile(files[f"{module}.py"], module, "exec"), namespace.__dict__)
     return getattr(namespace, name)

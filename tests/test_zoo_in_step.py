@@ -10,14 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torchshard_cli.catalogue import Catalogue, bundled_templates
 from torchshard_cli.layer import Layer
 from torchshard_cli.lock import read_lock
 from torchshard_cli.render import render_layer
-from torchshard_cli.template import bundled_templates, list_templates, load_template
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO = [locked.layer for locked in read_lock(ROOT).layers.values()]
-TEMPLATES = list_templates(bundled_templates())
+BUNDLED = Catalogue(bundled_templates())
+TEMPLATES = BUNDLED.names()
 
 
 def difference(path: str, rendered: str) -> str:
@@ -27,7 +28,7 @@ def difference(path: str, rendered: str) -> str:
     return "".join(difflib.unified_diff(*lines, path, "its template now"))
 
 
-def expect_in_step(layer: Layer, templates: Path) -> None:
+def expect_in_step(layer: Layer, templates: Catalogue) -> None:
     for path, rendered in render_layer(layer, templates).items():
         gap = difference(path, rendered)
         assert not gap, f"{gap}\nRun: torchshard check --fix"
@@ -36,7 +37,7 @@ def expect_in_step(layer: Layer, templates: Path) -> None:
 @pytest.mark.parametrize("layer", ZOO, ids=lambda layer: layer.class_name)
 def test_zoo_layer_is_the_rendering_of_its_template(layer: Layer) -> None:
     """Layer and test are byte for byte what the template gives now."""
-    expect_in_step(layer, bundled_templates())
+    expect_in_step(layer, BUNDLED)
 
 
 def test_every_file_of_the_zoo_is_generated() -> None:
@@ -62,7 +63,7 @@ def test_a_changed_line_of_a_template_is_seen(name: str, tmp_path: Path) -> None
     templates = tmp_path / "templates"
     shutil.copytree(bundled_templates(), templates)
     layer = next(layer for layer in ZOO if layer.template == name)
-    expect_in_step(layer, templates)
+    expect_in_step(layer, Catalogue(templates))
     for path in template_files(templates, name):
         before = path.read_text("utf-8")
         path.write_text(before.replace("import pytest\n", "import pytest  # changed\n"))
@@ -71,15 +72,15 @@ def test_a_changed_line_of_a_template_is_seen(name: str, tmp_path: Path) -> None
                 before.replace("import torchshard", "import  torchshard", 1)
             )
         with pytest.raises(AssertionError, match="torchshard check --fix"):
-            expect_in_step(layer, templates)
+            expect_in_step(layer, Catalogue(templates))
         path.write_text(before)
-    expect_in_step(layer, templates)
+    expect_in_step(layer, Catalogue(templates))
 
 
 def variants() -> Iterator[Layer]:
     """Yield a layer for every choice that the zoo itself does not show."""
     for name in TEMPLATES:
-        template = load_template(bundled_templates(), name)
+        template = BUNDLED.load(name)
         shown = next(layer for layer in ZOO if layer.template == name)
         standalone = replace(shown, package=".", tests=".")
         for option in template.options.values():
@@ -98,7 +99,7 @@ def test_every_choice_of_every_template_works(tmp_path: Path) -> None:
     """Rendered with each choice, the code is clean and its own test passes."""
     layers = list(variants())
     for layer in layers:
-        for path, text in render_layer(layer, bundled_templates()).items():
+        for path, text in render_layer(layer, BUNDLED).items():
             assert not any(left in text for left in ("{{", "{%", "cookiecutter"))
             assert text == text.rstrip() + "\n"
             compile(text, path, "exec")
