@@ -21,8 +21,9 @@ from torchshard.layout import (
     ranges_of,
     ranges_of_lengths,
 )
+from torchshard.loss import rows
 from torchshard.nn.functional import parallel_cross_entropy
-from torchshard.tensor import ShardedTensor, cross_entropy
+from torchshard.tensor import ShardedTensor
 from torchshard.testing.ranks import run_ranks
 
 WORLDS = [1, 2, 4]
@@ -69,6 +70,88 @@ def compare(x, target, ranges, options, case, tolerance=1e-12, loss=F.cross_entr
     expected.backward(cot)
     close(mine.grad, dense.grad, f"{case}, gradient", tolerance)
     assert torch.equal(cot, kept), case
+
+
+def z_lossed(x, target, scale, **options):
+    """Torch's loss of the whole logits, with the z-loss, and the rows' logsumexp."""
+    loss = F.cross_entropy(x, target, **options)
+    lse = x.logsumexp(class_dim(x.shape))
+    live = target != options["ignore_index"]
+    if target.is_floating_point():
+        live = torch.ones_like(lse, dtype=torch.bool)
+    z_loss = torch.where(live, scale * lse.square(), 0)
+    if options["reduction"] == "mean":
+        return loss + z_loss.sum() / live.sum(), lse
+    return loss + (z_loss.sum() if options["reduction"] == "sum" else z_loss), lse
+
+
+def compare_extended(x, target, ranges, options, case, inplace):
+    """Loss and logsumexp, gradients to logits and probabilities, and gradients of those."""
+    soft = target.is_floating_point()
+    dense, mine = (
+        [x.clone().requires_grad_(), target.clone().requires_grad_(soft)]
+        for _ in range(2)
+    )
+    want = z_lossed(*dense, **options)
+    logits = marked(mine[0], class_dim(x.shape), ranges) * 1
+    have = parallel_cross_entropy(
+        logits,
+        mine[1],
+        lse_square_scale=options["scale"],
+        return_lse=True,
+        inplace=inplace,
+        **{name: value for name, value in options.items() if name != "scale"},
+    )
+    dense, mine = dense[: 1 + soft], mine[: 1 + soft]
+    cots = [
+        randoms(part.shape, 5 + place).requires_grad_()
+        for place, part in enumerate(want)
+    ]
+    want_grads = torch.autograd.grad(want, dense, cots, create_graph=True)
+    have_grads = torch.autograd.grad(have, mine, cots, create_graph=not inplace)
+    for one, other in zip((*have, *have_grads), (*want, *want_grads), strict=True):
+        close(one.detach(), other.detach(), case, 1e-12)
+    if inplace:
+        return
+    again = [randoms(grad.shape, 9 + place) for place, grad in enumerate(want_grads)]
+    unused = {"allow_unused": True, "materialize_grads": True}
+    second = torch.autograd.grad(want_grads, [*dense, *cots], again, **unused)
+    found = torch.autograd.grad(have_grads, [*mine, *cots], again, **unused)
+    for one, other in zip(found, second, strict=True):
+        close(one, other, f"{case}, second order", 1e-11)
+
+
+def extended_options():
+    size = groups.get_world_size()
+    for shape, reduction, smoothing, weighted, soft, scale, inplace in product(
+        SHAPES[:5],
+        ("mean", "sum", "none"),
+        (0.0, 0.3, 1.0),
+        (False, True),
+        (False, True),
+        (0.0, 0.1),
+        (False, True),
+    ):
+        dim = class_dim(shape)
+        target = targets_of(shape, 2, -100)
+        if soft:
+            target = randoms(shape, 2).softmax(dim)
+        options = {
+            "weight": randoms((shape[dim],), 3).abs() if weighted else None,
+            "ignore_index": -100,
+            "reduction": reduction,
+            "label_smoothing": smoothing,
+            "scale": scale,
+        }
+        for ranges in splits(shape[dim], size):
+            case = f"{shape} as {ranges.lengths}, {options}, {soft}, {inplace}"
+            compare_extended(randoms(shape, 1), target, ranges, options, case, inplace)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_probabilities_z_loss_logsumexp_and_second_order_match_dense(world_size):
+    """Class and soft targets x weight x smoothing x reduction x z-loss x in place, to 1e-12."""
+    run_ranks(extended_options, world_size)
 
 
 def every_option():
@@ -284,7 +367,9 @@ def errors():
         (LayoutError, y, good, {"label_smoothing": 1.5}),
         (ShardedOpError, rows, good, {}),
         (ShardedOpError, marked(randoms((3, 4), 1), 1, packed), good, {}),
-        (ShardedOpError, y, randoms((3, 5), 2), {}),
+        (ShapeError, y, randoms((3, 4), 2), {}),
+        (LayoutError, y, randoms((3, 5), 2), {"ignore_index": 1}),
+        (ShardedOpError, y, rows, {}),
     ]
     found = []
     for kind, logits, target, options in wrong:
@@ -323,8 +408,12 @@ def test_errors_are_alike_on_all_ranks():
         f" cross_entropy needs the classes, dim 1, sharded. {REMEDY}",
         "cross_entropy: dim 1 of this tensor, 4 indices, is spread over 2 ranks, and"
         f" cross_entropy needs the classes, dim 1, sharded. {REMEDY}",
-        "cross_entropy: dim 1 of this tensor, 5 indices, is spread over 2 ranks, and"
-        f" cross_entropy has no rule for probability targets. {REMEDY}",
+        "target has shape (3, 4); probabilities for logits of whole shape (3, 5) need the"
+        " same shape.",
+        "ignore_index=1 is not supported for probabilities. Leave it out, or give class"
+        " indices.",
+        "cross_entropy: dim 0 of this tensor, 3 indices, is spread over 2 ranks, and"
+        f" cross_entropy needs the target sharded as the logits are. {REMEDY}",
     ]
 
 
@@ -351,7 +440,7 @@ def test_the_loss_finds_the_mark_after_other_operations():
 
 
 def blocks_of_rows(block):
-    cross_entropy._BLOCK = block
+    rows._CPU_BLOCK = block
     generator = torch.Generator().manual_seed(9)
     group = ts.distributed.model_group()
     for shape in ((7, 5), (3, 5, 4)):

@@ -13,7 +13,7 @@ LEVELS = [
     ["errors", "layout"],
     ["distributed"],
     ["checks", "initializer", "owners", "tensor"],
-    ["data_parallel"],
+    ["data_parallel", "loss"],
     ["layer"],
     ["conversion_plan"],
     [

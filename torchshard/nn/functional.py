@@ -1,7 +1,7 @@
 """Functional forms: what torch.nn.functional computes, on shards."""
 
+from torchshard.loss import Reduction, parallel_cross_entropy
 from torchshard.nn.layers import parallel_embedding, parallel_linear
-from torchshard.tensor.cross_entropy import Reduction, parallel_cross_entropy
 
 __all__ = [
     "Reduction",

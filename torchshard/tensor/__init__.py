@@ -1,7 +1,6 @@
 """Activations that know they are shards, and what each operation does to them."""
 
 from torchshard.tensor import batched, elementwise, reductions, shaping
-from torchshard.tensor.cross_entropy import parallel_cross_entropy
 from torchshard.tensor.sharded import (
     RULES,
     ShardedTensor,
@@ -18,7 +17,6 @@ __all__ = [
     "batched",
     "elementwise",
     "mark",
-    "parallel_cross_entropy",
     "reductions",
     "shaping",
     "whole",

@@ -1,0 +1,350 @@
+"""Cross-entropy over a sharded class dim: arguments, checks, and the reduction of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import _reduction as _Reduction
+from torchshard.checks import expect_indices
+from torchshard.distributed import collectives, ops
+from torchshard.distributed.groups import ShardGroup
+from torchshard.errors import LayoutError, ShapeError
+from torchshard.layout import balanced_ranges
+from torchshard.loss.row_losses import RowLosses, RowOptions
+from torchshard.loss.rows import wide
+from torchshard.tensor.sharded import ShardedTensor, Sharding, mixes, rule, whole_shape
+
+Reduction: TypeAlias = Literal["none", "mean", "sum"]
+
+
+class Criterion(NamedTuple):
+    """What the loss of a row is, and how rows are put together.
+
+    Attributes:
+        ignore_index: Target value whose rows count for nothing.
+        reduction: `"none"`, `"mean"` or `"sum"`.
+        label_smoothing: Share of the target spread evenly over all classes.
+        lse_square_scale: Factor of the squared logsumexp that is added (z-loss).
+    """
+
+    ignore_index: int = -100
+    reduction: Reduction = "mean"
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+
+
+@overload
+def parallel_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    lse_square_scale: float = 0.0,
+    return_lse: Literal[False] = False,
+    inplace: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def parallel_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    lse_square_scale: float = 0.0,
+    return_lse: Literal[True],
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def parallel_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    lse_square_scale: float = 0.0,
+    return_lse: bool = False,
+    inplace: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute `torch.nn.functional.cross_entropy` of logits whose classes are sharded.
+
+    One collective forward, whatever the options (see `torchshard.loss.rows.exchanged`), none
+    backward.
+
+    Args:
+        input: Logits, `(N, C)`, `(N, C, d1, ...)` or `(C,)`, sharded on the class dim, or
+            whole, a plain tensor.
+        target: Class indices, `(N,)`, `(N, d1, ...)` or `()`, the same on every rank; or
+            probabilities of the logits' shape, whole or sharded as the logits are.
+        weight: Weight of each class, `(C,)`, whole.
+        size_average: torch's older name for a mean; leave it None.
+        ignore_index: Target value whose rows count for nothing.
+        reduce: torch's older name for a reduction; leave it None.
+        reduction: `"none"`, `"mean"` (weighted by the targets' class weights) or `"sum"`.
+        label_smoothing: Share of the target spread evenly over all classes, 0 to 1.
+        lse_square_scale: Factor of the square of each row's logsumexp, which is added to its
+            loss, without class weights (the z-loss of PaLM, arXiv:2204.02311, section 5).
+        return_lse: Whether to return the rows' logsumexp as well; it is differentiable.
+        inplace: Whether backward may put the logits' gradient where the logits are. Backward
+            then needs no memory; afterwards the logits are gone.
+
+    Returns:
+        The loss, the same on every rank: of the target's rows' shape for `"none"`, else a
+        scalar. With `return_lse` a pair: the loss, and the logsumexp of each row.
+
+    Raises:
+        ShapeError: If the shapes do not fit.
+        TargetError: If a target is neither a class nor `ignore_index`.
+        LayoutError: If `reduction` or `label_smoothing` is out of its range, if `weight`
+            requires grad, or if `ignore_index` is a class and the targets are probabilities.
+        ShardedOpError: If another dim than the class dim is sharded, or if it is packed.
+    """
+    if size_average is not None or reduce is not None:
+        older = _Reduction.legacy_get_string(size_average, reduce)
+        reduction = cast(Reduction, older)
+    ours = lse_square_scale or return_lse or inplace
+    if not (
+        ours or isinstance(input, ShardedTensor) or isinstance(target, ShardedTensor)
+    ):
+        return F.cross_entropy(
+            input,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+    criterion = Criterion(ignore_index, reduction, label_smoothing, lse_square_scale)
+    sharding = _class_sharding(input)
+    _check(input, target, weight, criterion, sharding)
+    local = input.to_local() if isinstance(input, ShardedTensor) else input
+    row_loss, lse, columns = _row_losses(
+        local, target, weight, criterion, sharding, inplace
+    )
+    loss = reduced(row_loss, lse, columns, weight, criterion)
+    if not torch.is_autocast_enabled(local.device.type):
+        loss, lse = loss.to(local.dtype), lse.to(local.dtype)
+    return (loss, lse) if return_lse else loss
+
+
+@rule(["cross_entropy"])
+def _cross_entropy(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`F.cross_entropy`, and through it `nn.CrossEntropyLoss`, on a sharded class dim."""
+    return parallel_cross_entropy(*args, **kwargs)
+
+
+def _class_sharding(input: Tensor) -> Sharding:
+    """Return how the classes are spread; a plain tensor has them all."""
+    if isinstance(input, ShardedTensor):
+        return input.sharding
+    dim = 0 if input.dim() == 1 else 1
+    return Sharding(dim, balanced_ranges(input.shape[dim], 1), ShardGroup())
+
+
+def _check(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    criterion: Criterion,
+    sharding: Sharding,
+) -> None:
+    """Check everything before the collective; all of it is alike on every rank."""
+    shape = whole_shape(input)
+    class_dim = 0 if len(shape) == 1 else 1
+    if sharding.dim != class_dim or not sharding.ranges.is_contiguous:
+        raise mixes(
+            "cross_entropy", sharding, f"needs the classes, dim {class_dim}, sharded"
+        )
+    expect_criterion(criterion, weight, sharding.ranges.size)
+    if target.is_floating_point():
+        _expect_probabilities(target, shape, criterion, sharding)
+        return
+    rows = (*shape[:class_dim], *shape[class_dim + 1 :])
+    if target.shape != rows:
+        raise ShapeError(
+            f"target has shape {tuple(target.shape)}; logits of whole shape"
+            f" {tuple(shape)} need {rows}."
+        )
+    expect_indices(target, sharding.ranges.size, "target", criterion.ignore_index)
+
+
+def expect_criterion(
+    criterion: Criterion, weight: Tensor | None, num_classes: int
+) -> None:
+    """Check the options, and the class weights against the number of classes.
+
+    Raises:
+        ShapeError: If there is not one weight for each class.
+        LayoutError: If an option is out of its range, or if `weight` requires grad.
+    """
+    if weight is not None and weight.shape != (num_classes,):
+        raise ShapeError(
+            f"weight has shape {tuple(weight.shape)}; expected one weight for each of the"
+            f" {num_classes} classes, whole on every rank."
+        )
+    if weight is not None and weight.requires_grad:
+        raise LayoutError(
+            "weight requires grad, and cross-entropy has no gradient for it. Pass"
+            " weight.detach()."
+        )
+    if criterion.reduction not in ("none", "mean", "sum"):
+        raise LayoutError(
+            f"reduction={criterion.reduction!r} is unknown. Expected none, mean or sum."
+        )
+    if not 0.0 <= criterion.label_smoothing <= 1.0:
+        raise LayoutError(
+            f"label_smoothing={criterion.label_smoothing} is out of range. Expected 0 to 1."
+        )
+
+
+def _expect_probabilities(
+    target: Tensor, shape: torch.Size, criterion: Criterion, sharding: Sharding
+) -> None:
+    if whole_shape(target) != shape:
+        raise ShapeError(
+            f"target has shape {tuple(whole_shape(target))}; probabilities for logits of"
+            f" whole shape {tuple(shape)} need the same shape."
+        )
+    if isinstance(target, ShardedTensor) and target.sharding != sharding:
+        raise mixes(
+            "cross_entropy",
+            target.sharding,
+            "needs the target sharded as the logits are",
+        )
+    if criterion.ignore_index >= 0:
+        raise LayoutError(
+            f"ignore_index={criterion.ignore_index} is not supported for probabilities."
+            " Leave it out, or give class indices."
+        )
+
+
+def _row_losses(
+    local: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    criterion: Criterion,
+    sharding: Sharding,
+    inplace: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return loss and logsumexp of each row, and the target classes if those are indices."""
+    rows_shape = (*local.shape[: sharding.dim], *local.shape[sharding.dim + 1 :])
+    x = as_rows(local)
+    columns, hard, probabilities = None, None, None
+    if target.is_floating_point():
+        probabilities = as_rows(_own_target(target, sharding))
+    else:
+        columns = target.long().reshape(x.shape[0], 1, x.shape[2])
+        hard = (1 - criterion.label_smoothing) * target_weights(
+            columns, weight, criterion.ignore_index, wide(x.dtype)
+        )
+    options = RowOptions(sharding, criterion.label_smoothing, inplace)
+    own_weight = own_class_weights(weight, sharding, wide(x.dtype))
+    row_loss, lse = RowLosses.apply(
+        x, probabilities, columns, hard, own_weight, options
+    )
+    if columns is not None:
+        row_loss = torch.where(columns != criterion.ignore_index, row_loss, 0)
+    flat = None if columns is None else columns.reshape(rows_shape)
+    return row_loss.reshape(rows_shape), lse.reshape(rows_shape), flat
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return logits of any shape as `(N, C, D)`: D is 1, or the product of the dims behind C."""
+    if x.dim() == 1:
+        return x.reshape(1, -1, 1)
+    return x.unsqueeze(2) if x.dim() == 2 else x.flatten(2)
+
+
+def _own_target(target: Tensor, sharding: Sharding) -> Tensor:
+    if isinstance(target, ShardedTensor):
+        return target.to_local()
+    return ops.scatter(
+        target, sharding.dim, grad="whole", ranges=sharding.ranges, group=sharding.group
+    )
+
+
+def own_class_weights(
+    weight: Tensor | None, sharding: Sharding, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the weights of this rank's classes, `(1, C / R, 1)`."""
+    if weight is None:
+        return None
+    own = collectives.own_shard(weight, 0, sharding.ranges, sharding.group)
+    return own.to(dtype).reshape(1, -1, 1)
+
+
+def target_weights(
+    columns: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the class weight of each row's target, 0 for ignored rows."""
+    live = columns != ignore_index
+    if weight is None:
+        return live.to(dtype)
+    return torch.where(live, weight[torch.where(live, columns, 0)].to(dtype), 0)
+
+
+def reduced(
+    row_loss: Tensor,
+    lse: Tensor,
+    columns: Tensor | None,
+    weight: Tensor | None,
+    criterion: Criterion,
+) -> Tensor:
+    """Return the rows' losses, with their z-losses, put together as `reduction` says.
+
+    A mean divides the cross-entropy by the targets' class weights, the z-loss by the number
+    of rows that are not ignored.
+    """
+    z_loss = None
+    if criterion.lse_square_scale:
+        z_loss = criterion.lse_square_scale * lse.square()
+        if columns is not None:
+            z_loss = torch.where(columns != criterion.ignore_index, z_loss, 0)
+    if criterion.reduction == "none":
+        return row_loss if z_loss is None else row_loss + z_loss
+    loss = (
+        row_loss.sum()
+        if z_loss is None
+        else torch.stack([row_loss.sum(), z_loss.sum()])
+    )
+    if criterion.reduction == "mean":
+        loss = loss / _denominators(row_loss, columns, weight, criterion, loss.dim())
+    return loss if z_loss is None else loss.sum()
+
+
+def _denominators(
+    row_loss: Tensor,
+    columns: Tensor | None,
+    weight: Tensor | None,
+    criterion: Criterion,
+    num_dims: int,
+) -> Tensor | int:
+    """Return what a mean divides by: for the cross-entropy and, if asked for, the z-loss."""
+    if columns is None:
+        return row_loss.numel()
+    ignore_index, dtype = criterion.ignore_index, row_loss.dtype
+    weights = target_weights(columns, weight, ignore_index, dtype).sum()
+    if num_dims == 0:
+        return weights
+    return torch.stack([weights, (columns != ignore_index).to(dtype).sum()])

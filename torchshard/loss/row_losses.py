@@ -1,0 +1,265 @@
+"""The loss of each row of logits, with its gradient: one collective forward, none backward.
+
+Forward shares the rows' statistics (`rows.py`). Backward is local: with p = exp(x - M) / S,
+h the weight of the target, u the weights of soft targets and g the row's upstream gradient,
+
+    dx = g ((h + sum of u) p - u - h onehot)
+
+The logits are kept for backward and never written to; backward makes one buffer of their
+size, or none with `inplace=True`. Half precision is computed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torchshard.distributed import ops
+from torchshard.distributed.groups import ShardGroup
+from torchshard.loss.rows import (
+    WHOLE,
+    SoftWeights,
+    blocks,
+    exchanged,
+    local_part,
+    wide,
+)
+from torchshard.tensor.sharded import Sharding
+
+
+class RowOptions(NamedTuple):
+    """How the logits are spread, and what is wanted of them."""
+
+    sharding: Sharding
+    label_smoothing: float
+    inplace: bool
+
+
+class _Saved(NamedTuple):
+    """What backward reads; `total` is the row's h + sum of u."""
+
+    x: Tensor
+    probabilities: Tensor | None
+    columns: Tensor | None
+    hard: Tensor | None
+    own_weight: Tensor | None
+    base: Tensor
+    exp_sum: Tensor
+    total: Tensor
+
+
+_Grads: TypeAlias = "tuple[Tensor | None, Tensor | None]"
+
+
+class RowLosses(torch.autograd.Function):
+    """Loss and logsumexp of each row, `(N, 1, D)`.
+
+    Takes logits and, or None, probabilities `(N, C / R, D)`, target classes and the weights
+    h of the targets `(N, 1, D)`, and the weights of this rank's classes `(1, C / R, 1)`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        probabilities: Tensor | None,
+        columns: Tensor | None,
+        hard: Tensor | None,
+        own_weight: Tensor | None,
+        options: RowOptions,
+    ) -> tuple[Tensor, Tensor]:
+        """Return loss and logsumexp of each row, after the one exchange."""
+        ctx.set_materialize_grads(False)
+        sharding = options.sharding
+        soft = _soft_weights(probabilities, own_weight, options)
+        target_logit = None
+        if columns is not None:
+            target_logit = picked(x, *own_targets(columns, sharding))
+        rows = exchanged(local_part(x, target_logit, soft), sharding.group)
+        losses = [] if hard is None else [hard * rows.hard_loss()]
+        losses += [] if soft is None else [rows.soft_loss()]
+        masses = [mass for mass in (hard, rows.mass) if mass is not None]
+        ctx.options, ctx.is_spent = options, False
+        saved = (x, probabilities, columns, hard, own_weight)
+        ctx.save_for_backward(*saved, rows.base, rows.exp_sum, _added(masses))
+        return _added(losses), rows.logsumexp
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of logits and probabilities; no collective."""
+        if ctx.is_spent:
+            raise RuntimeError(
+                "cross_entropy(..., inplace=True): the first backward wrote the gradient"
+                " over the logits, so there cannot be a second. Use inplace=False."
+            )
+        saved, options = _Saved(*ctx.saved_tensors), cast(RowOptions, ctx.options)
+        if torch.is_grad_enabled():
+            grads = _differentiable_grads(saved, grad, grad_lse, options)
+        else:
+            ctx.is_spent = options.inplace
+            grads = _grads(saved, grad, grad_lse, ctx.needs_input_grad, options)
+        return (*grads, None, None, None, None)
+
+
+def _added(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
+
+
+def _soft_weights(
+    probabilities: Tensor | None, own_weight: Tensor | None, options: RowOptions
+) -> SoftWeights | None:
+    if probabilities is None and not options.label_smoothing:
+        return None
+    num_classes = options.sharding.ranges.size
+    return SoftWeights(probabilities, own_weight, options.label_smoothing, num_classes)
+
+
+def own_targets(columns: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
+    """Return which targets this rank owns, and their places in its shard (0 for others)."""
+    first = sharding.ranges.offset(sharding.group.rank)
+    own = (columns >= first) & (columns < first + sharding.length)
+    return own, torch.where(own, columns - first, 0)
+
+
+def picked(x: Tensor, own: Tensor, places: Tensor) -> Tensor:
+    """Return the target's logit of each row, 0 where another rank owns it."""
+    if x.shape[1] == 0:
+        return x.sum(1, keepdim=True).to(wide(x.dtype))
+    return torch.where(own, x.gather(1, places).to(wide(x.dtype)), 0)
+
+
+def _grads(
+    saved: _Saved,
+    grad: Tensor | None,
+    grad_lse: Tensor | None,
+    needs: tuple[bool, ...],
+    options: RowOptions,
+) -> _Grads:
+    grad_probabilities = None
+    if needs[1] and grad is not None:
+        grad_probabilities = _grad_probabilities(saved, grad, options)
+    if not needs[0]:
+        return None, grad_probabilities
+    return _grad_logits(saved, grad, grad_lse, options), grad_probabilities
+
+
+def _grad_logits(
+    saved: _Saved, grad: Tensor | None, grad_lse: Tensor | None, options: RowOptions
+) -> Tensor:
+    """Return g ((h + sum of u) p - u - h onehot) + g_lse p, block by block."""
+    x = saved.x
+    soft = _soft_weights(saved.probabilities, saved.own_weight, options)
+    scale = _weight_of_p(saved, grad, grad_lse) / saved.exp_sum
+    writable = options.inplace and not _overlaps_itself(x)
+    out = x.detach() if writable else torch.empty_like(x)
+    fits = out.dtype == scale.dtype and not torch.compiler.is_compiling()
+    hard = places = None
+    if saved.columns is not None and saved.hard is not None and grad is not None:
+        own, places = own_targets(saved.columns, options.sharding)
+        hard = torch.where(own, -saved.hard * grad, 0)
+    for index in blocks(x) if x.shape[1] else ():
+        place = out[index] if fits else None
+        block = _scaled_exp(x[index], saved.base[index], scale[index], place)
+        if soft is not None and grad is not None:
+            block.sub_(soft.block(index, block.dtype) * grad[index])
+        if hard is not None and places is not None:
+            block.scatter_add_(1, places[index], hard[index])
+        if not fits:
+            out[index] = block
+    return out
+
+
+def _weight_of_p(saved: _Saved, grad: Tensor | None, grad_lse: Tensor | None) -> Tensor:
+    """Return what multiplies p in the logits' gradient: g (h + sum of u) + g_lse."""
+    terms = [] if grad is None else [grad * saved.total]
+    terms += [] if grad_lse is None else [grad_lse]
+    return _added(terms) if terms else torch.zeros_like(saved.base)
+
+
+def _scaled_exp(x: Tensor, base: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:
+    """Return scale exp(x - base), in `out` if given; that may be `x`."""
+    shifted = x - base if out is None else torch.sub(x, base, out=out)
+    return shifted.exp_().mul_(scale)
+
+
+def _overlaps_itself(x: Tensor) -> bool:
+    """Return whether several places of `x` may be one in memory, as after `expand`."""
+    sizes = zip(x.stride(), x.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in sizes)
+
+
+def _grad_probabilities(saved: _Saved, grad: Tensor, options: RowOptions) -> Tensor:
+    """Return -g w (1 - e) log p."""
+    log_p = saved.x - saved.base - saved.exp_sum.log()
+    result = log_p.mul_((options.label_smoothing - 1) * grad)
+    if saved.own_weight is not None:
+        result.mul_(saved.own_weight)
+    assert saved.probabilities is not None
+    return result.to(saved.probabilities.dtype)
+
+
+class _LogExpSum(torch.autograd.Function):
+    """log S as a function of this rank's logits, its value being known: no collective.
+
+    Its gradient is p, which is a function of log S: it can be differentiated ever again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, base: Tensor, exp_sum: Tensor, group: ShardGroup
+    ) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x, base, exp_sum)
+        return exp_sum.log()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, base, exp_sum = ctx.saved_tensors
+        log_p = _log_probabilities(x, base, exp_sum, ctx.group)
+        return (ops.copy(grad, ctx.group) * log_p.exp()).to(x.dtype), None, None, None
+
+
+def _log_probabilities(
+    x: Tensor, base: Tensor, exp_sum: Tensor, group: ShardGroup
+) -> Tensor:
+    log_sum = cast(Tensor, _LogExpSum.apply(x, base, exp_sum, group))
+    return x - base - ops.copy(log_sum, group)
+
+
+def _differentiable_grads(
+    saved: _Saved, grad: Tensor | None, grad_lse: Tensor | None, options: RowOptions
+) -> _Grads:
+    """Return the gradients as autograd may differentiate them again.
+
+    What is whole, the upstream gradients, log S and the sum of u, enters sharded compute:
+    `ops.copy` and `ops.total` sum its gradient over the ranks.
+    """
+    group, probabilities = options.sharding.group, saved.probabilities
+    soft = _soft_weights(probabilities, saved.own_weight, options)
+    log_p = _log_probabilities(saved.x, saved.base, saved.exp_sum, group)
+    p = log_p.exp()
+    result = torch.zeros_like(p)
+    grad_probabilities = None
+    if grad_lse is not None:
+        result = result + ops.copy(grad_lse, group) * p
+    if grad is not None:
+        grad = ops.copy(grad, group)
+        masses = [] if saved.hard is None else [saved.hard]
+        if soft is not None:
+            weights = (soft.block(WHOLE, p.dtype) + torch.zeros_like(p)).expand_as(p)
+            masses.append(ops.total(weights.sum(1, keepdim=True), group))
+            result = result - weights * grad
+        if saved.columns is not None and saved.hard is not None and p.shape[1]:
+            own, places = own_targets(saved.columns, options.sharding)
+            hard = torch.where(own, -saved.hard * grad, 0)
+            result = result.scatter_add(1, places, hard)
+        result = result + grad * _added(masses) * p
+        if probabilities is not None:
+            grad_probabilities = log_p * ((options.label_smoothing - 1) * grad)
+            if saved.own_weight is not None:
+                grad_probabilities = grad_probabilities * saved.own_weight
+            grad_probabilities = grad_probabilities.to(probabilities.dtype)
+    return result.to(saved.x.dtype), grad_probabilities

@@ -1,0 +1,234 @@
+"""What all ranks know of each row of logits: the losses' one exchange. No autograd here.
+
+Rank r knows of a row, from its own classes, the maximum m_r, the sum s_r of exp(x - m_r), the
+target's logit t_r (0 if another rank owns the target) and, for targets that are spread over
+the classes with weights u, the sums of u (x - m_r) and of u. Put together:
+
+    M = max m_r    S = sum of s_r exp(m_r - M)    t = sum of t_r    log p_target = (t - M) - log S
+    sum of u log p = sum of [u (x - m_r)]_r + [u]_r (m_r - M - log S)
+
+t - M is formed before log S is taken off: for large logits another order cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torchshard.distributed import collectives
+from torchshard.distributed.groups import ShardGroup
+
+_CPU_BLOCK = 1 << 17
+"""Logits worked on at once on a CPU: half a megabyte of float32, which a core's cache holds."""
+
+_DEVICE_BLOCK = 1 << 24
+"""The same on a device: 64 MiB of float32, few launches and little scratch."""
+
+_GATHERED_BYTES = 1 << 20
+"""Largest result for which one all-gather is preferred to two all-reduces; see `exchanged`."""
+
+
+class Part(NamedTuple):
+    """What one rank's classes say of each row; `None` for what the options do not ask.
+
+    Attributes:
+        highest: The largest logit; -inf without classes.
+        exp_sum: The sum of exp(x - highest).
+        target_logit: The target's logit; 0 if another rank owns it.
+        soft: The sum of u (x - highest).
+        mass: The sum of u.
+    """
+
+    highest: Tensor
+    exp_sum: Tensor
+    target_logit: Tensor | None
+    soft: Tensor | None = None
+    mass: Tensor | None = None
+
+    def relative_to(self, base: Tensor) -> list[Tensor]:
+        """Return the sums with `base` in the place of the own maximum: now they add up."""
+        drop = self.highest - base
+        sums = [self.exp_sum * drop.exp()]
+        if self.target_logit is not None:
+            sums.append(self.target_logit)
+        if self.soft is not None and self.mass is not None:
+            lowered = torch.where(self.mass != 0, self.mass * drop, 0)
+            sums += [self.soft + lowered, self.mass]
+        return sums
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What all ranks together say of each row.
+
+    Attributes:
+        base: The largest logit; 0 where all are -inf, to subtract from.
+        exp_sum: The sum of exp(x - base).
+        target_logit: The target's logit.
+        soft: The sum of u (x - base).
+        mass: The sum of u.
+    """
+
+    base: Tensor
+    exp_sum: Tensor
+    target_logit: Tensor | None
+    soft: Tensor | None
+    mass: Tensor | None
+
+    @property
+    def logsumexp(self) -> Tensor:
+        """The log of the sum of exp(x)."""
+        return self.exp_sum.log() + self.base
+
+    def hard_loss(self) -> Tensor:
+        """Return -log p of the target."""
+        assert self.target_logit is not None
+        return self.exp_sum.log() + (self.base - self.target_logit)
+
+    def soft_loss(self) -> Tensor:
+        """Return the sum of -u log p."""
+        assert self.soft is not None
+        assert self.mass is not None
+        spread = torch.where(self.mass != 0, self.mass * self.exp_sum.log(), 0)
+        return spread - self.soft
+
+
+@dataclass(frozen=True)
+class SoftWeights:
+    """The weights u by which a row's target is spread over this rank's classes.
+
+    u = w ((1 - e) p + e / C), with p the target's probabilities, 0 for class indices, w the
+    class weights, 1 by default, e the label smoothing and C the number of classes.
+
+    Attributes:
+        probabilities: p, `(N, C / R, D)`, or None.
+        weight: w, `(1, C / R, 1)`, or None.
+        smoothing: e.
+        num_classes: C, over all ranks.
+    """
+
+    probabilities: Tensor | None
+    weight: Tensor | None
+    smoothing: float
+    num_classes: int
+
+    def block(self, index: Index, dtype: torch.dtype) -> Tensor | float:
+        """Return u of the rows at `index`, to broadcast with their logits."""
+        even: Tensor | float = self.smoothing / self.num_classes
+        if self.probabilities is not None:
+            even = even + (1 - self.smoothing) * self.probabilities[index].to(dtype)
+        return even if self.weight is None else self.weight * even
+
+
+Index = tuple[slice, slice, slice]
+WHOLE: Index = (slice(None), slice(None), slice(None))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in: float32 for half precision."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def blocks(x: Tensor) -> Iterator[Index]:
+    """Yield index tuples that cut `x`, `(N, C, D)`, into blocks of whole rows.
+
+    A compiler fuses by itself, and takes all at once.
+    """
+    num_rows, num_classes, inner = x.shape
+    if torch.compiler.is_compiling():
+        yield WHOLE
+        return
+    size = _CPU_BLOCK if x.device.type == "cpu" else _DEVICE_BLOCK
+    rows = max(1, size // max(1, num_classes))
+    inner_step = min(rows, max(1, inner))
+    step = max(1, rows // max(1, inner))
+    for start in range(0, num_rows, step):
+        for first in range(0, inner, inner_step):
+            yield (
+                slice(start, start + step),
+                slice(None),
+                slice(first, first + inner_step),
+            )
+
+
+def local_part(
+    x: Tensor, target_logit: Tensor | None, soft: SoftWeights | None
+) -> Part:
+    """Return what the logits `x`, `(N, C / R, D)`, of this rank's classes say of each row.
+
+    Each block of rows is read from memory once, and no second tensor of their size is made.
+    """
+    rows = [1, 1, 2, 2] if soft else [1, 1]
+    num_rows, num_classes, inner = x.shape
+    sums = x.new_zeros((len(rows), num_rows, 1, inner), dtype=wide(x.dtype))
+    if num_classes == 0:
+        sums[0] = float("-inf")
+    elif torch.compiler.is_compiling():
+        sums = _block_sums(x, WHOLE, soft)
+    else:
+        for index in blocks(x):
+            sums[(slice(None), *index)] = _block_sums(x, index, soft)
+    highest, exp_sum = sums[0], sums[1]
+    if soft is None:
+        return Part(highest, exp_sum, target_logit)
+    return Part(highest, exp_sum, target_logit, sums[2], sums[3])
+
+
+def _block_sums(x: Tensor, index: Index, soft: SoftWeights | None) -> Tensor:
+    """Return maximum, exp sum and, if asked for, the two soft sums of a block of rows."""
+    block = x[index].to(wide(x.dtype))
+    highest = block.amax(1, keepdim=True)
+    shifted = block - torch.where(highest == float("-inf"), 0, highest)
+    spread = (
+        [] if soft is None else soft_sums(shifted, soft.block(index, shifted.dtype), 1)
+    )
+    return torch.stack([highest, shifted.exp_().sum(1, keepdim=True), *spread])
+
+
+def soft_sums(shifted: Tensor, weights: Tensor | float, dim: int) -> list[Tensor]:
+    """Return the sums over the classes, `dim`, of u (x - m) and of u.
+
+    A class without weight counts for nothing, also where its logit is -inf.
+    """
+    if not isinstance(weights, Tensor):
+        spread = weights * shifted.sum(dim, keepdim=True)
+        return [spread, torch.full_like(spread, weights * shifted.shape[dim])]
+    spread = torch.where(weights == 0, 0, weights * shifted).sum(dim, keepdim=True)
+    return [spread, weights.expand_as(shifted).sum(dim, keepdim=True)]
+
+
+def exchanged(part: Part, group: ShardGroup) -> Rows:
+    """Return the rows' statistics over all ranks, in one all-gather or two all-reduces.
+
+    With P ranks and a packet of B bytes a rank, the all-gather sends (P - 1) B a rank, the
+    all-reduces of the maxima and of the sums together 2 (P - 1) / P B: the same for two
+    ranks, P / 2 times less for more, at the price of a second round. So one all-gather, unless
+    there are more than two ranks and its result of P B bytes is larger than 1 MiB, where
+    the time to move it outweighs a round.
+    """
+    packet = torch.stack([field for field in part if field is not None])
+    if group.size <= 2 or group.size * packet.nbytes <= _GATHERED_BYTES:
+        parts = _like(part, collectives.stack(packet, group).unbind(1))
+        base = _finite(parts.highest.amax(0))
+        sums = [value.sum(0) for value in parts.relative_to(base)]
+    else:
+        base = _finite(collectives.all_reduce(part.highest, group, "max"))
+        own = torch.stack(part.relative_to(base))
+        sums = list(collectives.all_reduce(own, group).unbind())
+    whole = _like(part, [base, *sums])
+    return Rows(base, whole.exp_sum, whole.target_logit, whole.soft, whole.mass)
+
+
+def _like(part: Part, fields: Iterable[Tensor]) -> Part:
+    """Return the `fields` in the places that `part` has filled."""
+    given = iter(fields)
+    return Part(
+        *[cast(Tensor, field if field is None else next(given)) for field in part]
+    )
+
+
+def _finite(highest: Tensor) -> Tensor:
+    return torch.where(highest == float("-inf"), 0, highest)
