@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import WriteError
+from .journal import finish_interrupted, is_interrupted
 
 if sys.platform != "win32":
     import fcntl
@@ -24,20 +25,33 @@ _PAUSE_S = 0.02
 
 @contextmanager
 def alone_in(root: Path) -> Iterator[None]:
-    """Hold the project at `root`; other runs wait.
+    """Hold the project at `root`, what a killed run left there finished; others wait.
 
     Raises:
-        WriteError: If another run holds it for longer than `WAIT_S`.
+        WriteError: If another run holds it for longer than `WAIT_S`, or if what a killed
+            run left cannot be finished.
     """
     if sys.platform == "win32":
+        finish_interrupted(root)
         yield
         return
     descriptor = os.open(root, os.O_RDONLY)
     try:
         _wait_for(descriptor, root)
+        finish_interrupted(root)
         yield
     finally:
         os.close(descriptor)
+
+
+def settle(root: Path) -> None:
+    """See to it that no file at `root` is half of what a killed run had decided on.
+
+    For commands that read alone: they wait for nobody but a run that is just writing.
+    """
+    if is_interrupted(root):
+        with alone_in(root):
+            pass
 
 
 def _wait_for(descriptor: int, root: Path) -> None:

@@ -1,77 +1,121 @@
-"""Carrying out a plan: all of its files are written, or none is."""
+"""Carrying out a plan: all of its files are written, or none is.
+
+Every new file is made beside its place first, and every old one is copied there, so what
+usually fails (a full disk, a folder that is read-only) fails before anything changed, and
+taking back what was moved needs no space on the disk. The lock is moved last.
+"""
 
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
 from .errors import ConflictError, WriteError
+from .journal import (
+    JOURNAL_PATH,
+    Change,
+    content_hash,
+    discard,
+    remove_journal,
+    write_journal,
+)
 from .lock import LOCK_PATH
-from .plan import Plan, read_text
-from .target import inside
+from .plan import Plan
+from .target import inside, own_place
+from .text_file import read_text
 
 
-def apply_plan(plan: Plan) -> None:
-    """Write the files of `plan` and its lock.
+def apply_plan(*plans: Plan) -> None:
+    """Write the files of `plans`, all of one project, and its lock.
 
     Raises:
-        ConflictError: If a conflict of it is not settled.
+        ConflictError: If a conflict of theirs is not settled.
         WriteError: If the file system refuses; then every file is as it was.
     """
-    if plan.conflicts:
+    if any(plan.conflicts for plan in plans):
         raise ConflictError("the plan has conflicts; nothing was written")
-    texts = {entry.path: entry.new for entry in plan.written}
-    lock = plan.new_lock().to_text()
-    if lock != read_text(plan.root / LOCK_PATH):
-        texts[LOCK_PATH] = lock
-    write_all({inside(plan.root, path): text for path, text in texts.items()})
+    root, lock = plans[0].root, plans[0].lock
+    contents: dict[Path, bytes | None] = {}
+    for plan in plans:
+        lock = plan.new_lock(lock)
+        for entry in plan.entries:
+            if entry.is_written:
+                contents[inside(root, entry.path)] = entry.content
+            elif entry.status == "remove":
+                contents[own_place(root, entry.path)] = None
+    text = lock.to_text() if lock.layers else None
+    if text != read_text(root / LOCK_PATH):
+        contents[inside(root, LOCK_PATH)] = text.encode() if text else None
+    if contents:
+        write_all(root, contents)
 
 
-def write_all(texts: Mapping[Path, str]) -> None:
-    """Write every text to its path, or leave all as it was.
-
-    Each goes to a new file beside its place first, and all are moved after that, so what
-    usually fails (a full disk, a folder that is read-only) fails before anything changed.
+def write_all(root: Path, contents: Mapping[Path, bytes | None]) -> None:
+    """Write each content to its path, or remove the file where it is None, or do nothing.
 
     Raises:
         WriteError: If the file system refuses.
     """
-    undo = _Undo()
+    undo = _Undo(root)
+    journal = inside(root, JOURNAL_PATH)
     try:
-        prepared = {path: _prepare(path, text, undo) for path, text in texts.items()}
-        for path, temporary in prepared.items():
-            undo.remember(path)
-            os.replace(temporary, path)
+        undo.make_folders(journal.parent)
+        changes = [_prepare(path, content, undo) for path, content in contents.items()]
+        write_journal(root, changes)
+        for change in changes:
+            undo.done.append(change)
+            change.carry_out()
     except OSError as error:
-        undo.run()
         where = error.filename2 or error.filename or "a file"
-        raise WriteError(
-            f"cannot write {where}: {error.strerror or error}; nothing was written"
-        ) from error
+        reason = f"cannot write {where}: {error.strerror or error}"
+        left = undo.run()
+        raise WriteError(f"{reason}; {left or 'nothing was written'}") from error
     except BaseException:
         undo.run()
         raise
+    with suppress(OSError):
+        discard(root, changes)
 
 
-def _prepare(path: Path, text: str, undo: "_Undo") -> Path:
-    """A complete new file beside `path`, with its permissions."""
+def _prepare(path: Path, content: bytes | None, undo: "_Undo") -> Change:
+    """Everything that changing `path` takes, beside it."""
     undo.make_folders(path.parent)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    undo.created.append(temporary)
-    with temporary.open("xb") as file:
-        file.write(text.encode())
-    if path.exists():
-        shutil.copymode(path, temporary)
-    return temporary
+    _remove_stale(path)
+    backup = _beside(path, "old") if os.path.lexists(path) else None
+    if backup is not None:
+        undo.created.append(backup)
+        shutil.copy2(path, backup, follow_symlinks=False)
+    temporary = None if content is None else _beside(path, "new")
+    if temporary is not None and content is not None:
+        undo.created.append(temporary)
+        with temporary.open("xb") as file:
+            file.write(content)
+        if backup is not None:
+            shutil.copymode(path, temporary)
+    return Change(path, temporary, backup, content_hash(path))
+
+
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.torchshard-{kind}")
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove what a run that was killed before it had decided left beside `path`."""
+    for kind in ("old", "new"):
+        for stale in path.parent.glob(f".{escape(path.name)}.*.torchshard-{kind}"):
+            stale.unlink()
 
 
 class _Undo:
     """What it takes to put everything back."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.created: list[Path] = []
         self.folders: list[Path] = []
-        self.contents: dict[Path, bytes | None] = {}
+        self.done: list[Change] = []
 
     def make_folders(self, folder: Path) -> None:
         if not folder.exists():
@@ -79,16 +123,32 @@ class _Undo:
             folder.mkdir()
             self.folders.append(folder)
 
-    def remember(self, path: Path) -> None:
-        self.contents[path] = path.read_bytes() if path.exists() else None
+    def run(self) -> str:
+        """Put everything back.
 
-    def run(self) -> None:
-        for path, content in self.contents.items():
-            if content is None:
-                path.unlink(missing_ok=True)
-            elif path.read_bytes() != content:
-                path.write_bytes(content)
-        for path in self.created:
-            path.unlink(missing_ok=True)
-        for folder in reversed(self.folders):
-            folder.rmdir()
+        The journal goes first: with it, a run that is killed here would be carried on.
+
+        Returns:
+            What could not be put back; empty if all was.
+        """
+        with suppress(OSError):
+            remove_journal(self.root)
+        stuck = [change for change in reversed(self.done) if not _take_back(change)]
+        backups = {change.backup for change in stuck}
+        with suppress(OSError):
+            for path in self.created:
+                if path not in backups:
+                    path.unlink(missing_ok=True)
+            for folder in reversed(self.folders):
+                folder.rmdir()
+        left = [f"{change.path} (as it was: {change.backup})" for change in stuck]
+        return f"and cannot put back {', '.join(left)}" if left else ""
+
+
+def _take_back(change: Change) -> bool:
+    """Whether the file is as it was again."""
+    try:
+        change.take_back()
+    except OSError:
+        return False
+    return True

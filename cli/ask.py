@@ -4,9 +4,12 @@ import sys
 
 import click
 
+from .entry import Answer, Entry
 from .errors import ConflictError
-from .plan import Entry, Plan, Status
+from .plan import Plan
 from .show import plural, shown_path
+
+_ANSWERS: dict[str, Answer] = {"y": "overwrite", "n": "skip", "m": "merge"}
 
 
 def is_interactive() -> bool:
@@ -20,14 +23,14 @@ def ask_about_conflicts(plan: Plan) -> Plan:
     Raises:
         ConflictError: If the person quits.
     """
-    answers: dict[str, Status] = {}
+    answers: dict[str, Answer] = {}
     for number, entry in enumerate(plan.conflicts):
         answer = _ask(plan, entry)
         if answer == "a":
             rest = [conflict.path for conflict in plan.conflicts[number:]]
-            answers |= dict.fromkeys(rest, "overwrite")
+            answers |= dict.fromkeys(rest, _ANSWERS["y"])
             break
-        answers[entry.path] = "overwrite" if answer == "y" else "skip"
+        answers[entry.path] = _ANSWERS[answer]
     return plan.answered(answers)
 
 
@@ -35,7 +38,7 @@ def _ask(plan: Plan, entry: Entry) -> str:
     """The letter that decides about `entry`."""
     path = shown_path(plan.root, entry.path)
     while True:
-        click.echo(f"{path} [y]es [n]o [d]iff [a]ll [q]uit (n): ", nl=False)
+        click.echo(f"{path} [y]es [n]o [d]iff [m]erge [a]ll [q]uit (n): ", nl=False)
         line = sys.stdin.readline()
         answer = line.strip().lower()[:1] or "n"
         if not line:
@@ -44,15 +47,19 @@ def _ask(plan: Plan, entry: Entry) -> str:
             raise ConflictError("quit; nothing was written")
         if answer == "d":
             click.echo(entry.diff(), nl=False)
-        elif answer in "yna":
+        elif answer == "m" and not entry.can_merge:
+            click.echo(f"{path} cannot be merged: {entry.note}")
+        elif answer in ("y", "n", "m", "a"):
             return answer
 
 
 def conflict_error(plan: Plan, command: str) -> ConflictError:
     """The error where nobody can be asked."""
     count = len(plan.conflicts)
+    can_merge = all(entry.can_merge for entry in plan.conflicts)
     return ConflictError(
         f"{plural(count, 'file')} would be overwritten; nothing was written.\n"
         f"  see it:     {command} --diff\n"
         f"  keep yours: --skip      take the template's: --force"
+        + ("      combine: --merge" if can_merge else "")
     )

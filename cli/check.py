@@ -1,120 +1,72 @@
-"""`torchshard check`: how the files on disk stand to the templates.
+"""`torchshard check`: drift between the generated files and the templates."""
 
-A pure function of the tree and of the installed templates: everything is rendered every
-time and compared whole; no versions, dates or hashes are trusted instead.
-"""
-
-import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from .apply import apply_plan
+import click
+
+from .alone import settle
 from .catalogue import Catalogue
-from .errors import UsageError
-from .header import read_header
-from .layer import Layer
-from .lock import LOCK_PATH, Lock, LockedLayer, read_lock
-from .plan import counts_text, edit_note, line_counts, make_plan, read_text
-from .render import render_layer
-from .target import inside
-
-State = Literal["ok", "edited", "outdated", "missing"]
+from .show import echo_json, plural, shown_path, status_word, to_json
+from .states import FileState, check_files
+from .target import find_root, resolved
+from .trust import trust_option
 
 
-@dataclass(frozen=True)
-class FileState:
-    """How one generated file stands.
+@click.command()
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--strict", is_flag=True, help="Fail on edited files too.")
+@trust_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
+@click.pass_context
+def check(
+    ctx: click.Context, paths: tuple[Path, ...], strict: bool, as_json: bool
+) -> None:
+    """Compare generated files (PATHS, or all) with their templates.
 
-    Attributes:
-        path: Posix path relative to the root.
-        state: `outdated` if its template gives another text now, whether or not it was
-            edited too; `edited` if only its text changed.
-        layer: Key of the layer that it belongs to.
-        note: What changed.
-        remedy: The command that mends it; empty where it takes a person.
-    """
+    \b
+      ok        as the template gives it now
+      edited    by you, and the template has nothing new; allowed
+      outdated  the template gives another text now
+      missing   the template writes it, and it is not there
+      obsolete  the template no longer writes it
+      conflict  it holds conflict markers of an update
 
-    path: str
-    state: State
-    layer: str
-    note: str = ""
-    remedy: str = ""
-
-
-def check_files(
-    root: Path, templates: Catalogue, paths: Sequence[str] = ()
-) -> list[FileState]:
-    """The state of every generated file under `root`, or of `paths` alone.
-
-    Raises:
-        UsageError: If one of `paths` is not a generated file.
-        TemplateError: If a template does not render.
-    """
-    states = list(_all_states(root, read_lock(root), templates))
-    unknown = set(paths) - {state.path for state in states}
-    if unknown:
-        raise UsageError(
-            f"{min(unknown)} is not in {LOCK_PATH}, so it was not generated here"
-        )
-    return [state for state in states if not paths or state.path in paths]
+    Exit code 0 if nothing drifted, 1 if something did.
+    """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
+    root = find_root(Path())
+    settle(root)
+    templates: Catalogue = ctx.obj.in_project(root)
+    states = check_files(root, templates, [_relative(root, path) for path in paths])
+    if as_json:
+        echo_json(_states_json(root, states))
+    else:
+        click.echo("\n".join(_state_lines(root, states)))
+    allowed = ("ok",) if strict else ("ok", "edited")
+    ctx.exit(1 if any(state.state not in allowed for state in states) else 0)
 
 
-def _all_states(root: Path, lock: Lock, templates: Catalogue) -> Iterator[FileState]:
-    for locked in lock.layers.values():
-        rendered = render_layer(locked.layer, templates)
-        for path in {**rendered, **locked.files}:
-            yield _state(root, locked, path, rendered.get(path))
+def _relative(root: Path, path: Path) -> str:
+    file = resolved(path.parent) / path.name
+    return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(path)
 
 
-def _state(root: Path, locked: LockedLayer, path: str, new: str | None) -> FileState:
-    key = locked.layer.key
-    remedy = f"torchshard {_command(locked.layer)}"
-    text = read_text(inside(root, path))
-    base = locked.files[path].text if path in locked.files else None
-    if new is None:
-        return FileState(path, "outdated", key, "the template no longer writes it")
-    if text == new:
-        return FileState(path, "ok", key)
-    if text is None:
-        return FileState(path, "missing", key, remedy=remedy)
-    edited = edit_note(locked.layer, text, base)
-    if base == new:
-        added, removed = line_counts(base, text)
-        return FileState(path, "edited", key, counts_text(added, removed))
-    if base is None:
-        return FileState(path, "edited", key, edited)
-    changed = f"{_what_changed(base, new)}: {counts_text(*line_counts(base, new))}"
-    if edited:
-        return FileState(
-            path, "outdated", key, f"{changed}, {edited}", f"{remedy} --diff"
-        )
-    return FileState(path, "outdated", key, changed, remedy)
+def _state_lines(root: Path, states: Sequence[FileState]) -> Iterator[str]:
+    """A line for each file, and one with the totals."""
+    paths = {state.path: shown_path(root, state.path) for state in states}
+    width = max(map(len, paths.values()), default=0)
+    for state in states:
+        allowed = "(allowed; --strict fails on this)" if state.state == "edited" else ""
+        run = f"run: {state.remedy}" if state.remedy else ""
+        parts = [f"{paths[state.path]:{width}}", state.note, allowed, run]
+        line = "  ".join(part for part in parts if part).rstrip()
+        yield f"{status_word(state.state, 8)}  {line}"
+    counts = Counter(state.state for state in states if state.state != "ok")
+    totals = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    yield totals or f"{plural(len(states), 'file')} as generated"
 
 
-def _what_changed(base: str, new: str) -> str:
-    """Why `new` is rendered now where `base` was, as their headers tell."""
-    before, after = read_header(base), read_header(new)
-    if before and after and before.template_hash == after.template_hash:
-        return "options changed"
-    return "template changed"
-
-
-def _command(layer: Layer) -> str:
-    into = "" if layer.package == "." else f" --into {shlex.quote(layer.package)}"
-    return f"new-layer {layer.class_name}{into}"
-
-
-def fix_files(root: Path, templates: Catalogue) -> list[str]:
-    """Write again every file that is missing, or outdated and not edited.
-
-    Returns:
-        The paths that were written, relative to `root`.
-    """
-    written = []
-    for locked in read_lock(root).layers.values():
-        plan = make_plan(root, locked.layer, templates).answered_all("skip")
-        apply_plan(plan)
-        written += [entry.path for entry in plan.written]
-    return written
+def _states_json(root: Path, states: Sequence[FileState]) -> str:
+    """The states for programs; paths are relative to `root`."""
+    return to_json({"root": str(root), "files": [vars(state) for state in states]})

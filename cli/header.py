@@ -43,6 +43,11 @@ class Header:
     options: Mapping[str, Value]
     is_edited: bool
 
+    @property
+    def source(self) -> tuple[str, str, Mapping[str, Value]]:
+        """What the file was generated from: template, its content hash, options."""
+        return (self.template, self.template_hash, self.options)
+
 
 def add_header(body: str, layer: Layer, template_hash: str) -> str:
     """`body` with its header."""
@@ -86,6 +91,13 @@ def read_header(text: str) -> Header | None:
         options=options,
         is_edited=text_hash(text[match.end() :]) != match["sha256"],
     )
+
+
+def split_header(text: str) -> tuple[str, str]:
+    """The lines of the header and all after them; no header if `text` begins otherwise."""
+    match = _HEADER.match(text)
+    end = match.end() - 1 if match else 0
+    return text[:end], text[end:]
 
 
 def _read_options(lines: str) -> dict[str, Value] | None:

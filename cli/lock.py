@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,45 @@ class Lock:
     def with_layer(self, locked: LockedLayer) -> "Lock":
         """The same, with `locked` in place of an older entry of its key."""
         return Lock({**self.layers, locked.layer.key: locked})
+
+    def without(self, key: str) -> "Lock":
+        """The same, with no entry of that key."""
+        layers = {name: layer for name, layer in self.layers.items() if name != key}
+        return Lock(layers)
+
+    def find(self, name: str) -> LockedLayer:
+        """The layer that `name` means: its class, or its key where two share a class.
+
+        Raises:
+            UsageError: If it means none, or several.
+        """
+        if name in self.layers:
+            return self.layers[name]
+        found = [
+            key for key, one in self.layers.items() if one.layer.class_name == name
+        ]
+        if len(found) == 1:
+            return self.layers[found[0]]
+        if found:
+            raise UsageError(f"'{name}' means {' and '.join(found)}; name one of them")
+        raise UsageError(
+            f"no layer '{name}' in {LOCK_PATH}{self._nearest(name)}; "
+            "`torchshard check` shows what was generated"
+        )
+
+    def short_name(self, layer: Layer) -> str:
+        """The shortest name that `find` takes for `layer`."""
+        same = [
+            key
+            for key, one in self.layers.items()
+            if one.layer.class_name == layer.class_name
+        ]
+        return layer.class_name if same == [layer.key] else layer.key
+
+    def _nearest(self, name: str) -> str:
+        names = [one.layer.class_name for one in self.layers.values()]
+        nearest = get_close_matches(name, names, 1)
+        return f". Did you mean '{nearest[0]}'?" if nearest else ""
 
     def to_text(self) -> str:
         """The text of the lock file."""

@@ -8,17 +8,21 @@ from typing import Any
 import click
 
 from . import show
-from .alone import alone_in
+from .alone import alone_in, settle
 from .apply import apply_plan
 from .ask import ask_about_conflicts, conflict_error, is_interactive
 from .catalogue import Catalogue, bundled_templates
-from .check import FileState, check_files, fix_files
+from .check import check
+from .destroy import destroy
+from .diff import diff
+from .entry import Answer
 from .errors import UsageError
 from .group import Group
 from .new_layer import Request, plan_new_layer
-from .plan import Plan, Status
-from .target import find_root, find_target, resolved
+from .plan import Plan
+from .target import find_target
 from .trust import trust_option
+from .update import raise_if_unsettled, update
 from .verify import verify
 
 
@@ -97,6 +101,7 @@ class _Folder(click.Path):
 @click.option("--diff", "with_diff", is_flag=True, help="Show the plan as a diff too.")
 @click.option("--skip", is_flag=True, help="Keep files that were edited.")
 @click.option("--force", is_flag=True, help="Overwrite files that were edited.")
+@click.option("--merge", is_flag=True, help="Join your edits and the template's text.")
 @click.option(
     "--allow-shadow",
     is_flag=True,
@@ -116,12 +121,13 @@ def new_layer(
     with_diff: bool,
     skip: bool,
     force: bool,
+    merge: bool,
     allow_shadow: bool,
     as_json: bool,
 ) -> None:
     """Generate the sharded layer NAME, its test and its entry in the package."""
-    if skip and force:
-        raise click.UsageError("--skip and --force exclude each other")
+    if skip + force + merge > 1:
+        raise click.UsageError("--skip, --force and --merge exclude each other")
     request = Request(
         class_name=name,
         templates=templates,
@@ -131,15 +137,17 @@ def new_layer(
         module=module,
         allow_shadow=allow_shadow,
     )
-    answer: Status | None = "skip" if skip else "overwrite" if force else None
+    answers: dict[Answer, bool] = {"skip": skip, "overwrite": force, "merge": merge}
+    answer = next((name for name, is_given in answers.items() if is_given), None)
     root = find_target(into).root
+    settle(root)
     with nullcontext() if dry_run else alone_in(root):
         _generate(request, answer, dry_run, with_diff, as_json)
 
 
 def _generate(
     request: Request,
-    answer: Status | None,
+    answer: Answer | None,
     dry_run: bool,
     with_diff: bool,
     as_json: bool,
@@ -160,15 +168,17 @@ def _generate(
         click.echo("dry run: nothing written" if dry_run else show.next_step(plan))
     if plan.conflicts and not dry_run:
         raise conflict_error(plan, _typed_command(request))
+    if not dry_run:
+        raise_if_unsettled([plan])
 
 
 def _show_plan(plan: Plan, *, with_diff: bool) -> None:
     reason = f"   ({plan.reason}; -t to change)" if plan.reason else ""
     click.echo(f"template {plan.layer.template}{reason}")
-    for line in show.plan_lines(plan):
+    for line in show.plan_lines(plan.root, plan.entries):
         click.echo(line)
     if with_diff:
-        click.echo(show.plan_diff(plan), nl=False)
+        click.echo(show.plan_diff(plan.entries), nl=False)
 
 
 def _typed_command(request: Request) -> str:
@@ -213,46 +223,13 @@ def templates_show(templates: Catalogue, name: str, as_json: bool) -> None:
         _echo_all(show.template_lines(template))
 
 
-@main.command()
-@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--strict", is_flag=True, help="Fail on edited files too.")
-@click.option(
-    "--fix", is_flag=True, help="First write again what no edit would be lost in."
-)
-@trust_option
-@_json_option
-@click.pass_context
-def check(
-    ctx: click.Context, paths: tuple[Path, ...], strict: bool, fix: bool, as_json: bool
-) -> None:
-    """Compare generated files (PATHS, or all) with their templates."""
-    root = find_root(Path())
-    templates = ctx.obj.in_project(root)
-    with alone_in(root) if fix else nullcontext():
-        fixed = fix_files(root, templates) if fix else []
-    names = [_relative(root, path) for path in paths]
-    states = check_files(root, templates, names)
-    if as_json:
-        show.echo_json(show.states_json(root, states, fixed))
-    else:
-        _echo_all(show.state_lines(root, states, fixed))
-    ctx.exit(1 if any(_is_drift(state, strict) for state in states) else 0)
-
-
-def _relative(root: Path, path: Path) -> str:
-    file = resolved(path.parent) / path.name
-    return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(path)
-
-
-def _is_drift(state: FileState, strict: bool) -> bool:
-    return state.state in ("outdated", "missing") or (
-        strict and state.state == "edited"
-    )
-
-
 def _echo_all(lines: Any) -> None:
     for line in lines:
         click.echo(line)
 
 
+main.add_command(check)
+main.add_command(destroy)
+main.add_command(diff)
+main.add_command(update)
 main.add_command(verify)

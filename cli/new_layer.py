@@ -11,9 +11,10 @@ from .header import read_header
 from .layer import Layer, Value
 from .lock import Lock, read_lock
 from .names import check_class_name, check_module_name, snake_case
-from .plan import Plan, make_plan, read_text
+from .plan import Plan, make_plan
 from .target import Target, find_target, inside
 from .template import Template
+from .text_file import read_text
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def plan_new_layer(request: Request) -> Plan:
         options=_options(request, recorded, template),
     )
     plan = make_plan(target.root, layer, templates)
-    generated = {entry.path: entry.new for entry in plan.entries if entry.is_generated}
+    generated = {e.path: e.generated for e in plan.entries if e.generated is not None}
     check_collisions(plan.layer, generated)
     return replace(plan, reason=_reason(request, locked, recorded))
 

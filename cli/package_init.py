@@ -6,7 +6,7 @@ is one, and nothing else is touched: comments, order and line endings stay.
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TypeAlias
 
 from .errors import UsageError
@@ -32,6 +32,84 @@ def add_export(text: str, module: str, name: str) -> str:
         )
     edits = [*_import_edits(source, module, name), *_all_edits(source, name)]
     return mark + source.edited(edits)
+
+
+def remove_export(text: str, module: str) -> str:
+    """`text` without what it imports from `.module`, which is gone; nor in `__all__`.
+
+    Raises:
+        UsageError: If `text` is not Python, or would still import the module.
+    """
+    mark = "\ufeff" if text.startswith("\ufeff") else ""
+    source = _Source(text.removeprefix(mark))
+    nodes = [node for node in source.tree.body if _is_from(node, module)]
+    names = {
+        alias.asname or alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    edits = [_removed_line(source, node) for node in nodes]
+    edits += _all_removals(source, names)
+    new = source.edited(edits)
+    _check_gone(new, module)
+    return mark + new
+
+
+def _removed_line(source: "_Source", node: ast.stmt) -> Edit:
+    """The lines of `node`, with one empty line where two would be left."""
+    first, last = node.lineno - 1, (node.end_lineno or node.lineno)
+    around = source.lines[first:last]
+    rest = "".join(around).replace(source.segment(node), "", 1).strip()
+    if rest and not rest.startswith("#"):
+        raise UsageError(
+            f"__init__.py, line {node.lineno}: the import shares its line with something "
+            "else; take it out by hand first"
+        )
+    is_below = last < len(source.lines) and bool(source.lines[last].strip())
+    if not is_below and first and not source.lines[first - 1].strip():
+        first -= 1
+    elif not is_below and not first:
+        while last < len(source.lines) and not source.lines[last].strip():
+            last += 1
+    return (source.starts[first], source.starts[last], "")
+
+
+def _all_removals(source: "_Source", names: Set[str]) -> list[Edit]:
+    """`__all__` without `names`."""
+    value = _all_value(source.tree.body)
+    gone = [x for x in value.elts if _literal(x) in names] if value else []
+    if value is None or not gone:
+        return []
+    kept = [source.segment(x) for x in value.elts if x not in gone]
+    if value.lineno == value.end_lineno:
+        opened, closed = ("[", "]") if isinstance(value, ast.List) else ("(", ")")
+        comma = "," if isinstance(value, ast.Tuple) and len(kept) == 1 else ""
+        line = f"{opened}{', '.join(kept)}{comma}{closed}"
+        return [(source.start(value), source.end(value), line)]
+    return [_removed_element(source, element) for element in gone]
+
+
+def _removed_element(source: "_Source", element: ast.expr) -> Edit:
+    """An element, its comma, and its line where it has one to itself."""
+    line = source.lines[element.lineno - 1]
+    if re.fullmatch(r"\s*(['\"])\w+\1\s*,?\s*(#.*)?\s*", line):
+        return (source.starts[element.lineno - 1], source.starts[element.lineno], "")
+    start, end = source.start(element), source.end(element)
+    comma = re.match(r"\s*,[ \t]*", source.text[end:])
+    return (start, end + (comma.end() if comma else 0), "")
+
+
+def _check_gone(text: str, module: str) -> None:
+    """Refuse a file that could not be imported once `module` is gone."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            names = [alias.name for alias in node.names]
+            if node.module == module or (not node.module and module in names):
+                raise UsageError(
+                    f"__init__.py, line {node.lineno} imports '{module}' too; "
+                    "take that out by hand first"
+                )
 
 
 class _Source:

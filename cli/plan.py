@@ -3,74 +3,20 @@
 Making a plan reads the files that it is about and nothing else; `apply.py` carries it out.
 """
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from .catalogue import Catalogue
+from .entry import UNSETTLED, Answer, Entry, counts_text, line_counts
 from .errors import UsageError
 from .header import read_header
 from .layer import Layer
-from .lock import Lock, LockedLayer, read_lock
+from .lock import Lock, LockedFile, LockedLayer, read_lock
 from .package_init import add_export
 from .render import render_template
 from .target import inside
-
-Status = Literal["create", "identical", "update", "conflict", "skip", "overwrite"]
-WRITTEN: tuple[Status, ...] = ("create", "update", "overwrite")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One file of a plan.
-
-    Attributes:
-        path: Posix path relative to the root.
-        status: What happens to it. `conflict` is a question; `skip` and `overwrite` are its
-            answers.
-        old: Its text now; None if it does not exist.
-        new: Its text afterwards, unless it is skipped.
-        note: Why it is a conflict.
-        is_generated: Whether all of it comes from the template.
-    """
-
-    path: str
-    status: Status
-    old: str | None
-    new: str
-    note: str = ""
-    is_generated: bool = True
-
-    @property
-    def is_written(self) -> bool:
-        """Whether applying the plan writes it."""
-        return self.status in WRITTEN
-
-    @property
-    def line_counts(self) -> tuple[int, int]:
-        """Lines added and lines removed."""
-        return line_counts(self.old or "", self.new)
-
-    def diff(self) -> str:
-        """A unified diff from the file to what the plan would write."""
-        before = "/dev/null" if self.old is None else self.path
-        lines = difflib.unified_diff(
-            (self.old or "").splitlines(keepends=True),
-            self.new.splitlines(keepends=True),
-            before,
-            self.path,
-        )
-        return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
-
-
-def line_counts(old: str, new: str) -> tuple[int, int]:
-    """How many lines were added and removed on the way from `old` to `new`."""
-    lines = list(difflib.ndiff(old.splitlines(), new.splitlines()))
-    added = sum(line.startswith("+ ") for line in lines)
-    removed = sum(line.startswith("- ") for line in lines)
-    return added, removed
+from .text_file import read_file, read_text
 
 
 @dataclass(frozen=True)
@@ -103,39 +49,69 @@ class Plan:
         """The files that it writes."""
         return [entry for entry in self.entries if entry.is_written]
 
-    def answered(self, answers: Mapping[str, Status]) -> "Plan":
+    @property
+    def unsettled(self) -> list[Entry]:
+        """The files that a person has to look at once the plan is carried out."""
+        return [entry for entry in self.entries if entry.status in UNSETTLED]
+
+    def answered(self, answers: Mapping[str, Answer]) -> "Plan":
         """The same, with the conflicts that `answers` names, by path, settled."""
         entries = [
-            replace(entry, status=answers.get(entry.path, entry.status))
+            entry.answered(answers[entry.path])
+            if entry.status == "conflict" and entry.path in answers
+            else entry
             for entry in self.entries
         ]
         return replace(self, entries=entries)
 
-    def answered_all(self, answer: Status) -> "Plan":
-        """The same, with every conflict settled alike."""
-        return self.answered({entry.path: answer for entry in self.conflicts})
+    def answered_all(self, answer: Answer) -> "Plan":
+        """The same, with every conflict settled alike, as far as it can be."""
+        return self.answered(dict.fromkeys([e.path for e in self.conflicts], answer))
 
-    def new_lock(self) -> Lock:
-        """The lock afterwards; it advances for the files that are as generated, alone."""
-        generated = [entry for entry in self.entries if entry.is_generated]
-        before = self.lock.layers.get(self.layer.key)
-        paths = {entry.path for entry in generated}
-        kept = before.files if before else {}
+    def new_lock(self, lock: Lock) -> Lock:
+        """`lock` afterwards; it advances for the files that are as generated, alone."""
+        recorded = {entry.path for entry in self.entries if entry.is_recorded}
+        if not recorded:
+            return lock.without(self.layer.key)
+        before = lock.layers.get(self.layer.key)
         locked = LockedLayer(
             layer=self.layer,
-            template_hash=self.template_hash,
-            files={path: file for path, file in kept.items() if path in paths},
+            template_hash=self._new_hash(before),
+            files=_files(before, recorded),
         )
         texts = {
-            entry.path: entry.new
-            for entry in generated
-            if entry.is_written or entry.status == "identical"
+            entry.path: entry.generated
+            for entry in self.entries
+            if entry.generated is not None
+            and (entry.is_written or entry.status == "identical")
         }
-        return self.lock.with_layer(locked.with_texts(texts))
+        return lock.with_layer(locked.with_texts(texts))
+
+    def _new_hash(self, before: LockedLayer | None) -> str:
+        """The template that the files are of; the one of before while one is held back."""
+        is_held_back = any(e.status in ("skip", "unresolved") for e in self.entries)
+        return before.template_hash if before and is_held_back else self.template_hash
 
 
-def make_plan(root: Path, layer: Layer, templates: Catalogue) -> Plan:
+def _files(locked: LockedLayer | None, paths: Set[str]) -> dict[str, LockedFile]:
+    """The files of `locked` that are among `paths`."""
+    files = locked.files.items() if locked else ()
+    return {path: file for path, file in files if path in paths}
+
+
+_OTHER_GENERATION = "its header names another state of the template than the lock"
+
+
+def make_plan(
+    root: Path, layer: Layer, templates: Catalogue, *, with_export: bool = True
+) -> Plan:
     """The plan that generates `layer` under `root`.
+
+    Args:
+        root: The project's root.
+        layer: The layer.
+        templates: The templates.
+        with_export: Whether the package's `__init__.py` gets the class's name.
 
     Raises:
         UsageError: If a file lies outside the root or belongs to another layer, or if the
@@ -146,27 +122,67 @@ def make_plan(root: Path, layer: Layer, templates: Catalogue) -> Plan:
     template = templates.load(layer.template, layer.source)
     layer = replace(layer, options=template.complete(layer.options))
     texts = render_template(template, layer)
+    locked = lock.layers.get(layer.key)
+    bases = {path: file.text for path, file in locked.files.items()} if locked else {}
     entries = [_entry(root, layer, lock, path, texts[path]) for path in texts]
-    if "." in layer.import_path:
+    for path in sorted(bases.keys() - texts.keys()):
+        entries += obsolete_entry(root, layer, path, bases[path])
+    if with_export and "." in layer.import_path:
         entries.append(_export_entry(root, layer))
     return Plan(root, layer, template.content_hash(), entries, lock)
 
 
 def _entry(root: Path, layer: Layer, lock: Lock, path: str, new: str) -> Entry:
+    """The entry of a file that the template writes."""
     owner = lock.owner(path)
     if owner is not None and owner.key != layer.key:
         raise UsageError(
             f"{path} belongs to {owner.class_name}; choose another file with --module NAME"
         )
-    old = read_text(inside(root, path))
-    if old is None:
-        return Entry(path, "create", None, new)
-    if old == new:
-        return Entry(path, "identical", old, new)
     locked = lock.layers.get(layer.key)
     base = locked.files[path].text if locked and path in locked.files else None
-    note = edit_note(layer, old, base)
-    return Entry(path, "conflict" if note else "update", old, new, note)
+    entry = Entry(path, "create", None, new, generated=new, base=base)
+    file = read_file(inside(root, path))
+    if file is None:
+        return entry
+    entry = replace(entry, old=file.text, newline=file.newline)
+    if file.text == new:
+        return replace(entry, status="identical")
+    note = edit_note(layer, file.text, base)
+    if base is not None and is_other_generation(file.text, base):
+        entry = replace(entry, base=None)
+        note = f"{note}; {_OTHER_GENERATION}" if note else ""
+    if not note:
+        return replace(entry, status="update")
+    can_merge = entry.base is not None and file.is_utf8
+    note = note if file.is_utf8 else f"{note}; it is not UTF-8"
+    return replace(entry, status="conflict", note=note, can_merge=can_merge)
+
+
+def is_other_generation(text: str, other: str) -> bool:
+    """Whether the headers of two texts say that they were generated from different things.
+
+    Where `other` is the lock's, one of the file and the lock was restored without the
+    other. Then the text that the file was edited from is not known, and a merge would undo
+    what the template brought since.
+    """
+    header, recorded = read_header(text), read_header(other)
+    if header is None or recorded is None:
+        return False
+    return header.source != recorded.source
+
+
+def obsolete_entry(root: Path, layer: Layer, path: str, base: str) -> list[Entry]:
+    """The entry of a file that the template no longer writes; none if it is gone."""
+    file = read_file(inside(root, path))
+    if file is None:
+        return []
+    note = edit_note(layer, file.text, base)
+    why = "the template no longer writes it"
+    if not note:
+        return [Entry(path, "remove", file.text, None, why, base=base)]
+    note = f"{why}; {note}: it is yours now"
+    return [Entry(path, "release", file.text, file.text, note, base=base)]
 
 
 def edit_note(layer: Layer, text: str, base: str | None) -> str:
@@ -175,25 +191,20 @@ def edit_note(layer: Layer, text: str, base: str | None) -> str:
     Args:
         layer: The layer that it was generated for.
         text: The text of the file.
-        base: The text as generated, from the lock; without it the header answers.
+        base: The text as generated, from the lock; without it, or where the file was
+            generated at another time, the header answers.
     """
-    if base is not None:
-        added, removed = line_counts(base, text)
-        edited = "edited since it was generated: "
-        return "" if text == base else f"{edited}{counts_text(added, removed)}"
+    if text == base:
+        return ""
+    if base is not None and not is_other_generation(text, base):
+        counts = counts_text(*line_counts(base, text))
+        return f"edited since it was generated: {counts}"
     header = read_header(text)
     if header is None:
         return "not generated by torchshard"
     if header.class_name != layer.class_name:
         return f"generated for {header.class_name}"
     return "edited since it was generated" if header.is_edited else ""
-
-
-def counts_text(added: int, removed: int) -> str:
-    """Lines added and removed, for people: `+4 -1`."""
-    return (
-        " ".join([f"+{added}"] * bool(added) + [f"-{removed}"] * bool(removed)) or "+0"
-    )
 
 
 def _export_entry(root: Path, layer: Layer) -> Entry:
@@ -203,23 +214,4 @@ def _export_entry(root: Path, layer: Layer) -> Entry:
         new = add_export(old, layer.module, layer.class_name)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
-    status: Status = "identical" if old == new else "update"
-    return Entry(path, status, old, new, is_generated=False)
-
-
-def read_text(path: Path, *, keep_newlines: bool = False) -> str | None:
-    """The text of a file; None if there is none.
-
-    Bytes that are not UTF-8 become marks, so such a file never equals a generated one.
-
-    Raises:
-        UsageError: If it cannot be read, or if it has to be kept as it is and is not UTF-8.
-    """
-    try:
-        content = path.read_bytes()
-        text = content.decode(errors="strict" if keep_newlines else "replace")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
-    return text if keep_newlines else text.replace("\r\n", "\n")
+    return Entry(path, "identical" if old == new else "update", old, new)

@@ -3,15 +3,14 @@
 import json
 import os
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from .check import FileState
-from .plan import Plan, counts_text
+from .entry import Entry, Status, counts_text
+from .plan import Plan
 from .template import Template
 
 OWES_JSON = "torchshard.owes_json"
@@ -19,13 +18,19 @@ OWES_JSON = "torchshard.owes_json"
 _COLOURS = {
     "create": "green",
     "update": "green",
-    "fixed": "green",
-    "overwrite": "yellow",
+    "merged": "green",
     "edited": "yellow",
+    "keep": "yellow",
+    "overwrite": "yellow",
+    "release": "yellow",
+    "remove": "yellow",
     "conflict": "red",
-    "outdated": "red",
     "missing": "red",
+    "obsolete": "red",
+    "outdated": "red",
 }
+# A merge that left markers, and a file that still holds some, are both a conflict to people.
+_WORDS: dict[Status, str] = {"marked": "conflict", "unresolved": "conflict"}
 
 
 def shown_path(root: Path, path: str) -> str:
@@ -37,36 +42,53 @@ def shown_path(root: Path, path: str) -> str:
     return str(file)
 
 
-def plan_lines(plan: Plan) -> Iterator[str]:
+def plan_lines(root: Path, entries: Sequence[Entry]) -> Iterator[str]:
     """A line for each file: what happens to it and by how many lines."""
-    paths = {entry.path: shown_path(plan.root, entry.path) for entry in plan.entries}
-    width = max(map(len, paths.values()))
-    for entry in plan.entries:
-        counts = counts_text(*entry.line_counts) if entry.is_written else ""
-        detail = f"({entry.note})" if entry.note else counts
-        line = f"{paths[entry.path]:{width}}  {detail}".rstrip()
-        yield f"  {_status(entry.status, 9)}  {line}"
+    paths = {entry.path: shown_path(root, entry.path) for entry in entries}
+    width = max(map(len, paths.values()), default=0)
+    for entry in entries:
+        line = f"{paths[entry.path]:{width}}  {_detail(entry)}".rstrip()
+        yield f"  {status_word(_WORDS.get(entry.status, entry.status), 9)}  {line}"
 
 
-def _status(word: str, width: int) -> str:
+def _detail(entry: Entry) -> str:
+    if entry.status in ("merged", "marked"):
+        return entry.note
+    counts = counts_text(*entry.line_counts) if entry.is_written else ""
+    return f"({entry.note})" if entry.note else counts
+
+
+def status_word(word: str, width: int) -> str:
+    """`word`, as wide as that and in its colour."""
     return click.style(f"{word:{width}}", fg=_COLOURS.get(word))
 
 
-def plan_diff(plan: Plan) -> str:
+def plan_diff(entries: Sequence[Entry]) -> str:
     """The unified diff of every file that the plan changes or would like to."""
-    return "".join(entry.diff() for entry in plan.entries if entry.old != entry.new)
+    return "".join(entry.diff() for entry in entries if entry.old != entry.new)
 
 
 def next_step(plan: Plan) -> str:
     """How many files were written or kept, and what to run now."""
-    kept = sum(entry.status == "skip" for entry in plan.entries)
-    also_kept = f", {kept} kept" if kept else ""
-    if not plan.written:
-        return f"nothing to write{also_kept}"
-    tests = [e.path for e in plan.entries if Path(e.path).name.startswith("test_")]
+    done = done_line(plan.entries)
+    tests = [
+        entry.path
+        for entry in plan.entries
+        if Path(entry.path).name.startswith("test_") and entry.new is not None
+    ]
     paths = " ".join(shlex.quote(shown_path(plan.root, path)) for path in tests)
-    following = f" Next: pytest {paths}" if tests else ""
-    return f"{plural(len(plan.written), 'file')} written{also_kept}.{following}"
+    return f"{done}. Next: pytest {paths}" if tests and plan.written else done
+
+
+def done_line(entries: Sequence[Entry]) -> str:
+    """How many files were written, removed and kept."""
+    kept = sum(entry.status in ("skip", "keep", "release") for entry in entries)
+    removed = sum(entry.status == "remove" for entry in entries)
+    written = sum(entry.is_written for entry in entries)
+    parts = [f"{plural(written, 'file')} written"] * bool(written)
+    parts += [f"{plural(removed, 'file')} removed"] * bool(removed)
+    parts = parts or ["nothing to write"]
+    return ", ".join(parts + [f"{kept} kept"] * bool(kept))
 
 
 def plural(count: int, noun: str) -> str:
@@ -76,52 +98,37 @@ def plural(count: int, noun: str) -> str:
 
 def plan_json(plan: Plan, *, is_dry_run: bool, with_diff: bool) -> str:
     """The plan for programs; paths are relative to `root`."""
-    files = []
-    for entry in plan.entries:
-        added, removed = entry.line_counts
-        file: dict[str, Any] = {"path": entry.path, "status": entry.status}
-        file |= {"added": added, "removed": removed, "note": entry.note}
-        files.append(file | ({"diff": entry.diff()} if with_diff else {}))
     is_written = not is_dry_run and not plan.conflicts
-    return _json(
-        {
-            "layer": plan.layer.class_name,
-            "import": plan.layer.import_path,
-            "template": plan.layer.template,
-            "template_hash": plan.template_hash,
-            "options": dict(plan.layer.options),
-            "root": str(plan.root),
-            "files": files,
-            "written": is_written,
-        }
+    root = str(plan.root)
+    return to_json(
+        {**_plan_fields(plan, with_diff), "root": root, "written": is_written}
     )
 
 
-def state_lines(
-    root: Path, states: Sequence[FileState], fixed: Sequence[str] = ()
-) -> Iterator[str]:
-    """A line for each file that was fixed, one for each file, and one with the totals."""
-    for path in fixed:
-        yield f"{_status('fixed', 8)}  {shown_path(root, path)}"
-    paths = {state.path: shown_path(root, state.path) for state in states}
-    width = max(map(len, paths.values()), default=0)
-    for state in states:
-        allowed = "(allowed; --strict fails on this)" if state.state == "edited" else ""
-        run = f"run: {state.remedy}" if state.remedy else ""
-        parts = [f"{paths[state.path]:{width}}", state.note, allowed, run]
-        line = "  ".join(part for part in parts if part).rstrip()
-        yield f"{_status(state.state, 8)}  {line}"
-    counts = Counter(state.state for state in states if state.state != "ok")
-    totals = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-    yield totals or f"{plural(len(states), 'file')} as generated"
-
-
-def states_json(
-    root: Path, states: Sequence[FileState], fixed: Sequence[str] = ()
+def plans_json(
+    root: Path, plans: Sequence[Plan], *, is_dry_run: bool, with_diff: bool
 ) -> str:
-    """The states for programs; paths are relative to `root`."""
-    files = [vars(state) for state in states]
-    return _json({"root": str(root), "fixed": list(fixed), "files": files})
+    """The plans of several layers for programs; paths are relative to `root`."""
+    layers = [_plan_fields(plan, with_diff) for plan in plans]
+    return to_json({"root": str(root), "layers": layers, "written": not is_dry_run})
+
+
+def _plan_fields(plan: Plan, with_diff: bool) -> dict[str, Any]:
+    return {
+        "layer": plan.layer.class_name,
+        "import": plan.layer.import_path,
+        "template": plan.layer.template,
+        "template_hash": plan.template_hash,
+        "options": dict(plan.layer.options),
+        "files": [_entry_fields(entry, with_diff) for entry in plan.entries],
+    }
+
+
+def _entry_fields(entry: Entry, with_diff: bool) -> dict[str, Any]:
+    added, removed = entry.line_counts
+    fields: dict[str, Any] = {"path": entry.path, "status": entry.status}
+    fields |= {"added": added, "removed": removed, "note": entry.note}
+    return fields | ({"diff": entry.diff()} if with_diff else {})
 
 
 def template_lines(template: Template) -> Iterator[str]:
@@ -142,7 +149,7 @@ def template_lines(template: Template) -> Iterator[str]:
 
 def template_json(template: Template) -> str:
     """One template for programs."""
-    return _json(_template_fields(template))
+    return to_json(_template_fields(template))
 
 
 def templates_lines(templates: Sequence[Template]) -> Iterator[str]:
@@ -154,7 +161,7 @@ def templates_lines(templates: Sequence[Template]) -> Iterator[str]:
 
 def templates_json(templates: Sequence[Template]) -> str:
     """All templates for programs."""
-    return _json([_template_fields(template) for template in templates])
+    return to_json([_template_fields(template) for template in templates])
 
 
 def _template_fields(template: Template) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def _template_fields(template: Template) -> dict[str, Any]:
 
 def error_json(message: str, exit_code: int) -> str:
     """An error for programs."""
-    return _json({"error": message, "exit_code": exit_code})
+    return to_json({"error": message, "exit_code": exit_code})
 
 
 def echo_json(text: str) -> None:
@@ -179,5 +186,6 @@ def echo_json(text: str) -> None:
     click.get_current_context().meta[OWES_JSON] = False
 
 
-def _json(fields: object) -> str:
+def to_json(fields: object) -> str:
+    """JSON for programs."""
     return json.dumps(fields, indent=2, ensure_ascii=False)

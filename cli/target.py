@@ -6,6 +6,9 @@ from pathlib import Path, PurePosixPath
 
 from .errors import UsageError
 
+# What shows a project's root: the lock, or what a run that was killed left to be done.
+_MARKS = ("lock.json", "journal.json")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -101,6 +104,20 @@ def inside(root: Path, path: str) -> Path:
     return file
 
 
+def own_place(root: Path, path: str) -> Path:
+    """The file at `path` under `root` itself: of a link, the link and not where it leads.
+
+    Raises:
+        UsageError: If it lies outside `root`.
+    """
+    folder = resolved(root / PurePosixPath(path).parent)
+    if not folder.is_relative_to(resolved(root)):
+        raise UsageError(
+            f"{path} leads out of {root}, to {folder}; nothing was written"
+        )
+    return folder / PurePosixPath(path).name
+
+
 def find_root(folder: Path) -> Path:
     """The nearest folder at or above `folder` that holds a lock.
 
@@ -108,7 +125,7 @@ def find_root(folder: Path) -> Path:
         UsageError: If there is none.
     """
     for candidate in (folder.resolve(), *folder.resolve().parents):
-        if (candidate / ".torchshard" / "lock.json").is_file():
+        if any((candidate / ".torchshard" / name).is_file() for name in _MARKS):
             return candidate
     raise UsageError(
         f"no .torchshard/lock.json in {folder.resolve()} or above; "

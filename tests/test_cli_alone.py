@@ -45,7 +45,7 @@ def test_layers_generated_at_the_same_moment_are_all_kept(project):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("new-layer", "ParallelTiny"), ("check", "--fix")]
+    "arguments", [("new-layer", "ParallelTiny"), ("update", "--all")]
 )
 def test_a_run_that_waited_too_long_says_so(project, monkeypatch, arguments):
     """Exit code 1, and nothing written."""

@@ -49,7 +49,7 @@ def test_a_change_of_the_template_is_drift(project):
     assert result.exit_code == 1
     assert (
         "outdated  zoo/parallel_tiny.py         template changed: +3 -3  "
-        "run: torchshard new-layer ParallelTiny --into zoo\n"
+        "run: torchshard update ParallelTiny\n"
     ) in result.output
     assert result.output.endswith("2 outdated\n")
     project.generate()
@@ -64,7 +64,7 @@ def test_a_change_of_a_shared_partial_is_drift(project):
 
 
 def test_an_edited_file_whose_template_changed_is_outdated(project):
-    """The command that is named shows the difference, and overwrites nothing."""
+    """The command that is named joins the two."""
     write(project.module, project.module.read_text("utf-8") + "mine = 1\n")
     project.edit_template()
     result = project.run("check")
@@ -72,7 +72,7 @@ def test_an_edited_file_whose_template_changed_is_outdated(project):
     assert (
         "outdated  zoo/parallel_tiny.py         template changed: +3 -3, "
         "edited since it was generated: +1  "
-        "run: torchshard new-layer ParallelTiny --into zoo --diff\n"
+        "run: torchshard update ParallelTiny\n"
     ) in result.output
 
 
@@ -84,7 +84,7 @@ def test_a_change_of_the_recorded_options_is_told_apart(project):
     assert result.exit_code == 1
     assert (
         "outdated  zoo/parallel_tiny.py         options changed: +3 -3  "
-        "run: torchshard new-layer ParallelTiny --into zoo\n"
+        "run: torchshard update ParallelTiny\n"
     ) in result.output
 
 
@@ -94,49 +94,76 @@ def test_a_deleted_file_is_missing(project):
     result = project.run("check")
     assert result.exit_code == 1
     assert (
-        "missing   tests/test_parallel_tiny.py  "
-        "run: torchshard new-layer ParallelTiny --into zoo\n"
+        "missing   tests/test_parallel_tiny.py  run: torchshard update ParallelTiny\n"
     ) in result.output
     assert result.output.endswith("1 missing\n")
 
 
-def test_a_file_that_the_template_dropped_is_outdated(project):
-    """It is not passed over in silence."""
+def test_a_file_that_the_template_dropped_is_obsolete(project):
+    """Exit code 1, whether it was edited or not; one that is gone is as it should be."""
     for path in project.template.rglob("test_*"):
         path.unlink()
+    result = project.run("check", "tests/test_parallel_tiny.py")
+    assert result.exit_code == 1
+    assert result.output == (
+        "obsolete  tests/test_parallel_tiny.py  the template no longer writes it  "
+        "run: torchshard update ParallelTiny\n1 obsolete\n"
+    )
+    write(project.test, project.test.read_text("utf-8") + "# mine\n")
+    result = project.run("check", "tests/test_parallel_tiny.py")
+    assert result.exit_code == 1
+    assert "edited since it was generated: +1" in result.output
+    project.test.unlink()
+    assert "obsolete" not in project.run("check").output
+
+
+def test_a_file_that_the_template_writes_now_is_missing(project):
+    """A template may gain a file; an update makes it."""
+    write(project.template / "{{cookiecutter._out}}" / "NOTES.md", "notes\n")
+    result = project.run("check")
+    assert result.exit_code == 1
+    assert "missing   NOTES.md  " in result.output
+
+
+@pytest.mark.parametrize(
+    "left", ["<<<<<<< yours", "||||||| generated before", ">>>>>>> template now"]
+)
+def test_a_file_with_conflict_markers_is_a_conflict(project, left):
+    """Exit code 1 as long as one marker of a conflict is left."""
+    write(project.module, project.module.read_text("utf-8") + f"{left}\n")
     result = project.run("check")
     assert result.exit_code == 1
     assert (
-        "outdated  tests/test_parallel_tiny.py  the template no longer writes it\n"
-        in result.output
-    )
+        "conflict  zoo/parallel_tiny.py         "
+        "holds conflict markers; settle them, then run this again\n"
+    ) in result.output
+    assert result.output.endswith("1 conflict\n")
+
+
+def test_a_file_and_a_lock_of_different_times_are_not_ok(project):
+    """Where one was restored without the other, an old file is not taken for an edit."""
+    old = project.module.read_bytes()
+    project.edit_template()
+    assert project.run("update", "--all").exit_code == 0
+    project.module.write_bytes(old)
+    result = project.run("check")
+    assert result.exit_code == 1
+    assert "outdated  zoo/parallel_tiny.py  " in result.output
+    assert project.run("update", "--all").exit_code == 0
+    assert "twice = 8" in project.module.read_text("utf-8")
+    write(project.module, old.decode() + "mine = 1\n")
+    result = project.run("check")
+    assert result.exit_code == 1
+    assert (
+        "its header names another state of the template than the lock  "
+        "run: torchshard new-layer ParallelTiny --into zoo --diff\n"
+    ) in result.output
 
 
 def test_line_endings_are_no_drift(project):
     """A checkout with CRLF is as generated."""
     project.module.write_bytes(project.module.read_bytes().replace(b"\n", b"\r\n"))
     assert project.run("check", "--strict").exit_code == 0
-
-
-def test_fix_writes_what_no_edit_is_lost_in(project):
-    """Missing and outdated files are written; an edited one is kept and still reported."""
-    write(project.module, project.module.read_text("utf-8") + "mine = 1\n")
-    project.edit_template()
-    project.test.unlink()
-    result = project.run("check", "--fix")
-    assert result.exit_code == 1
-    assert result.output.startswith("fixed     tests/test_parallel_tiny.py\noutdated  ")
-    assert "ok        tests/test_parallel_tiny.py\n" in result.output
-    assert result.output.endswith("1 outdated\n")
-    assert project.module.read_text("utf-8").endswith("mine = 1\n")
-
-
-def test_fix_lists_in_json_what_it_wrote(project):
-    """And nothing the second time."""
-    project.test.unlink()
-    for fixed in (["tests/test_parallel_tiny.py"], []):
-        shown = json.loads(project.run("check", "--fix", "--json").stdout)
-        assert shown["fixed"] == fixed
 
 
 def test_paths_narrow_the_check(project):
@@ -184,7 +211,7 @@ def test_json_is_all_that_reaches_stdout(project):
         "state": "missing",
         "layer": "zoo.ParallelTiny",
         "note": "",
-        "remedy": "torchshard new-layer ParallelTiny --into zoo",
+        "remedy": "torchshard update ParallelTiny",
     }
 
 

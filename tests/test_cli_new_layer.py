@@ -257,7 +257,7 @@ def test_an_edited_file_is_a_conflict(edited):
         "Error: 1 file would be overwritten; nothing was written.\n"
         "  see it:     torchshard new-layer ParallelTiny --set 'remark=two words' "
         "--into zoo --diff\n"
-        "  keep yours: --skip      take the template's: --force\n"
+        "  keep yours: --skip      take the template's: --force      combine: --merge\n"
     )
     assert edited.contents() == before
 
@@ -302,7 +302,9 @@ def test_skip_and_force_exclude_each_other(project):
     """Exit code 2."""
     result = project.run("new-layer", "ParallelTiny", "--skip", "--force")
     assert result.exit_code == 2
-    assert result.stderr.endswith("Error: --skip and --force exclude each other\n")
+    assert result.stderr.endswith(
+        "Error: --skip, --force and --merge exclude each other\n"
+    )
 
 
 def test_a_file_of_someone_else_is_a_conflict(project):
@@ -569,7 +571,7 @@ class TestOnATerminal:
     def test_enter_and_the_end_of_input_mean_no(self, edited, answer):
         """The file is kept, the exit code is 0; an unknown answer asks again."""
         result = edited.run("new-layer", "ParallelTiny", text=answer)
-        question = "zoo/parallel_tiny.py [y]es [n]o [d]iff [a]ll [q]uit (n): "
+        question = "zoo/parallel_tiny.py [y]es [n]o [d]iff [m]erge [a]ll [q]uit (n): "
         assert result.exit_code == 0
         assert result.output.count(question) == max(1, answer.count("\n"))
         assert result.output.endswith("nothing to write, 1 kept\n")
@@ -639,7 +641,7 @@ def test_a_real_terminal_is_asked(edited):
     assert process.wait(timeout=30) == 0
     shown = os.read(leader, 100_000).decode()
     os.close(leader)
-    assert "zoo/parallel_tiny.py [y]es [n]o [d]iff [a]ll [q]uit (n): " in shown
+    assert "zoo/parallel_tiny.py [y]es [n]o [d]iff [m]erge [a]ll [q]uit (n): " in shown
     assert edited.module.read_text("utf-8").endswith("mine = 1\n")
 
 

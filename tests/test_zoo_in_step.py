@@ -31,7 +31,7 @@ def difference(path: str, rendered: str) -> str:
 def expect_in_step(layer: Layer, templates: Catalogue) -> None:
     for path, rendered in render_layer(layer, templates).items():
         gap = difference(path, rendered)
-        assert not gap, f"{gap}\nRun: torchshard check --fix"
+        assert not gap, f"{gap}\nRun: torchshard update --all"
 
 
 @pytest.mark.parametrize("layer", ZOO, ids=lambda layer: layer.class_name)
@@ -71,7 +71,7 @@ def test_a_changed_line_of_a_template_is_seen(name: str, tmp_path: Path) -> None
             path.write_text(
                 before.replace("import torchshard", "import  torchshard", 1)
             )
-        with pytest.raises(AssertionError, match="torchshard check --fix"):
+        with pytest.raises(AssertionError, match="torchshard update --all"):
             expect_in_step(layer, Catalogue(templates))
         path.write_text(before)
     expect_in_step(layer, Catalogue(templates))
