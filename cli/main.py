@@ -13,6 +13,7 @@ from .apply import apply_plan
 from .ask import ask_about_conflicts, conflict_error, is_interactive
 from .catalogue import Catalogue, bundled_templates
 from .check import check
+from .completion import complete_class, complete_setting, complete_template, completion
 from .destroy import destroy
 from .diff import diff
 from .entry import Answer
@@ -21,6 +22,7 @@ from .group import Group
 from .new_layer import Request, plan_new_layer
 from .plan import Plan
 from .target import find_target
+from .templates_command import templates
 from .trust import trust_option
 from .update import raise_if_unsettled, update
 from .verify import verify
@@ -56,13 +58,6 @@ def main(ctx: click.Context) -> None:
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
 
 
-def _complete_template(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[str]:
-    names = Catalogue(bundled_templates()).in_project(Path()).names()
-    return [name for name in names if name.startswith(incomplete)]
-
-
 class _Folder(click.Path):
     """A folder; no text at all, which a lost shell variable leaves, is not this one."""
 
@@ -75,18 +70,19 @@ class _Folder(click.Path):
 
 
 @main.command("new-layer", short_help="Generate a sharded layer and its test.")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_class)
 @click.option(
     "-t",
     "--template",
-    shell_complete=_complete_template,
-    help="Template to use; inferred from NAME unless given.",
+    shell_complete=complete_template,
+    help="Template to use, by name, path or URL; inferred from NAME unless given.",
 )
 @click.option(
     "--set",
     "settings",
     multiple=True,
     metavar="KEY=VALUE",
+    shell_complete=complete_setting,
     help="Set an option of the template (repeatable).",
 )
 @click.option(
@@ -193,43 +189,10 @@ def _typed_command(request: Request) -> str:
     return shlex.join(words)
 
 
-@main.group()
-def templates() -> None:
-    """Show what can be generated."""
-
-
-@templates.command("list")
-@_json_option
-@click.pass_obj
-def templates_list(templates: Catalogue, as_json: bool) -> None:
-    """List the templates."""
-    found = templates.all()
-    if as_json:
-        click.echo(show.templates_json(found))
-    else:
-        _echo_all(show.templates_lines(found))
-
-
-@templates.command("show")
-@click.argument("name", shell_complete=_complete_template)
-@_json_option
-@click.pass_obj
-def templates_show(templates: Catalogue, name: str, as_json: bool) -> None:
-    """Describe the template NAME and its options."""
-    template = templates.read(name)
-    if as_json:
-        click.echo(show.template_json(template))
-    else:
-        _echo_all(show.template_lines(template))
-
-
-def _echo_all(lines: Any) -> None:
-    for line in lines:
-        click.echo(line)
-
-
 main.add_command(check)
+main.add_command(completion)
 main.add_command(destroy)
 main.add_command(diff)
+main.add_command(templates)
 main.add_command(update)
 main.add_command(verify)

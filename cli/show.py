@@ -11,7 +11,6 @@ import click
 
 from .entry import Entry, Status, counts_text
 from .plan import Plan
-from .template import Template
 
 OWES_JSON = "torchshard.owes_json"
 """Key in click's `meta`: whether JSON was asked for and none was printed yet."""
@@ -129,50 +128,6 @@ def _entry_fields(entry: Entry, with_diff: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {"path": entry.path, "status": entry.status}
     fields |= {"added": added, "removed": removed, "note": entry.note}
     return fields | ({"diff": entry.diff()} if with_diff else {})
-
-
-def template_lines(template: Template) -> Iterator[str]:
-    """All that a person needs to know to use a template."""
-    yield f"{template.name}: {template.title}"
-    rows = [("class_name", "str", "(from the command line)")]
-    for option in template.options.values():
-        default = json.dumps(option.default) if option.default == "" else option.default
-        shown = str(default).lower() if isinstance(default, bool) else str(default)
-        rows.append((option.name, f"{option.kind}  [{shown}]", option.help))
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for name, kind, text in rows:
-        yield f"  {name:{widths[0]}}  {kind:{widths[1]}}  {text}".rstrip()
-    if template.patterns:
-        yield f"fits:   {', '.join(template.patterns)}"
-    yield f"writes: {', '.join(template.outputs())}"
-
-
-def template_json(template: Template) -> str:
-    """One template for programs."""
-    return to_json(_template_fields(template))
-
-
-def templates_lines(templates: Sequence[Template]) -> Iterator[str]:
-    """A line for each template."""
-    width = max((len(template.name) for template in templates), default=0)
-    for template in templates:
-        yield f"{template.name:{width}}  {template.title}".rstrip()
-
-
-def templates_json(templates: Sequence[Template]) -> str:
-    """All templates for programs."""
-    return to_json([_template_fields(template) for template in templates])
-
-
-def _template_fields(template: Template) -> dict[str, Any]:
-    options = [vars(option) for option in template.options.values()]
-    return {
-        "name": template.name,
-        "title": template.title,
-        "names": list(template.patterns),
-        "options": options,
-        "writes": template.outputs(),
-    }
 
 
 def error_json(message: str, exit_code: int) -> str:

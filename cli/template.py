@@ -70,6 +70,16 @@ class Template:
             return []
         return sorted(name for name, file in self.files.items() if not file.is_bundled)
 
+    def short_names(self) -> dict[str, str]:
+        """The short name of each file, which a person can type, by its path."""
+        words = {"__module": "module", "_py": "py"}
+        return {
+            path: PATH_VARIABLES.sub(
+                lambda match: words.get(match[1], match[1]), PurePosixPath(path).name
+            )
+            for path in self.files
+        }
+
     def parse_options(self, settings: Iterable[str]) -> dict[str, Value]:
         """The values that `settings`, each `key=value`, give to options.
 

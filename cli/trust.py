@@ -22,7 +22,7 @@ VARIABLE = "TORCHSHARD_TRUST"
 
 
 def _trust(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
+    if value and not ctx.resilient_parsing:
         ctx.obj = ctx.obj.trusting()
 
 
@@ -46,9 +46,11 @@ def is_trusted_folder(folder: Path) -> bool:
 def untrusted(what: str) -> UntrustedError:
     """The error for a template that may not run; `what` says which, as a sentence."""
     return UntrustedError(
-        f"{what}. A template is code: Jinja can run anything, and hooks are programs. "
-        "Read it, then pass --trust for this command, or name its project in the "
-        f"environment variable {VARIABLE}"
+        f"{what}, and was not run.\n"
+        "  A template is code: Jinja can run anything, and hooks are programs. Read it, "
+        "then\n"
+        "  trust it for this command:  --trust\n"
+        f"  trust its project for good: export {VARIABLE}=/path/of/the/project"
     )
 
 
@@ -60,7 +62,8 @@ def require_trust(template: "Template") -> None:
     """
     if template.is_trusted:
         return
-    files = ", ".join(template.overridden)
+    short_names = template.short_names()
+    files = ", ".join(short_names[path] for path in template.overridden)
     raise untrusted(
         f"template '{template.name}' has files of the project's own ({files})"
         if files

@@ -44,14 +44,16 @@ def tiny(**options):
 
 
 def test_list_shows_a_line_for_each_template(project):
-    """Name and title, in the order of the alphabet; folders of partials are none."""
+    """Name, title and origin, in the order of the alphabet; partials are none."""
     write_template(project.templates, "another", _torchshard={"title": "one more"})
     result = project.run("templates", "list")
-    assert result.output == "another  one more\ntiny     a tiny layer\n"
+    assert result.output == (
+        "another  one more      bundled\ntiny     a tiny layer  bundled\n"
+    )
 
 
 def test_show_says_all_that_an_author_of_a_layer_needs(project):
-    """Options with kind, default and help; the names it fits; the files it writes."""
+    """Options with kind, default and help, names, files in and out, a command."""
     result = project.run("templates", "show", "tiny")
     assert result.output == (
         "tiny: a tiny layer\n"
@@ -60,8 +62,11 @@ def test_show_says_all_that_an_author_of_a_layer_needs(project):
         "  bias        bool  [true]\n"
         "  width       int  [4]\n"
         "  remark      str  [plain]\n"
-        "fits:   *Tiny*\n"
-        "writes: {package}/{module}.py, {tests}/test_{module}.py\n"
+        "fits:        *Tiny*\n"
+        "writes:      {package}/{module}.py, {tests}/test_{module}.py\n"
+        "comes from:  bundled\n"
+        "made of:     cookiecutter.json, module.py, test_module.py, macros.j2\n"
+        "example:     torchshard new-layer ParallelTiny -t tiny --set split=columns\n"
     )
 
 
