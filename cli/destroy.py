@@ -83,14 +83,16 @@ def plan_destroy(root: Path, name: str, *, force: bool = False) -> Plan:
 
 def _own_entries(root: Path, locked: LockedLayer, force: bool) -> Iterator[Entry]:
     """An entry for each file of the layer that is still there."""
-    for path, generated in locked.files.items():
+    module_path = locked.layer.module_path
+    for path in sorted(locked.files, key=lambda path: (path != module_path, path)):
+        base = locked.files[path].text
         file = read_file(inside(root, path))
         if file is None:
             continue
-        note = edit_note(locked.layer, file.text, generated.text)
+        note = edit_note(locked.layer, file.text, base)
         if own_place(root, path).is_symlink():
             note = "a link, which was not generated"
-        entry = Entry(path, "remove", file.text, None, base=generated.text)
+        entry = Entry(path, "remove", file.text, None, base=base)
         if note and not force:
             note = f"{note}; --force removes it"
             entry = replace(entry, status="keep", new=file.text)

@@ -51,9 +51,8 @@ def remove_export(text: str, module: str) -> str:
     }
     edits = [_removed_line(source, node) for node in nodes]
     edits += _all_removals(source, names)
-    new = source.edited(edits)
-    _check_gone(new, module)
-    return mark + new
+    _check_others(source, nodes, module)
+    return mark + source.edited(edits)
 
 
 def _removed_line(source: "_Source", node: ast.stmt) -> Edit:
@@ -63,8 +62,8 @@ def _removed_line(source: "_Source", node: ast.stmt) -> Edit:
     rest = "".join(around).replace(source.segment(node), "", 1).strip()
     if rest and not rest.startswith("#"):
         raise UsageError(
-            f"__init__.py, line {node.lineno}: the import shares its line with something "
-            "else; take it out by hand first"
+            f"the import on line {node.lineno} shares its line with something else; "
+            "take it out by hand first"
         )
     is_below = last < len(source.lines) and bool(source.lines[last].strip())
     if not is_below and first and not source.lines[first - 1].strip():
@@ -100,16 +99,16 @@ def _removed_element(source: "_Source", element: ast.expr) -> Edit:
     return (start, end + (comma.end() if comma else 0), "")
 
 
-def _check_gone(text: str, module: str) -> None:
+def _check_others(source: "_Source", removed: Sequence[ast.stmt], module: str) -> None:
     """Refuse a file that could not be imported once `module` is gone."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            names = [alias.name for alias in node.names]
-            if node.module == module or (not node.module and module in names):
-                raise UsageError(
-                    f"__init__.py, line {node.lineno} imports '{module}' too; "
-                    "take that out by hand first"
-                )
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ImportFrom) or node.level != 1 or node in removed:
+            continue
+        names = [alias.name for alias in node.names]
+        if node.module == module or (node.module is None and module in names):
+            raise UsageError(
+                f"line {node.lineno} still imports '{module}'; take that out by hand first"
+            )
 
 
 class _Source:
