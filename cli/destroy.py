@@ -19,7 +19,7 @@ from .errors import ConflictError, UsageError
 from .layer import Layer
 from .layer_name import complete_layer
 from .lock import LockedLayer, read_lock
-from .package_init import remove_export
+from .package_removal import remove_export
 from .plan import Plan, edit_note
 from .target import find_root, inside, own_place
 from .text_file import read_file, read_text
@@ -106,7 +106,7 @@ def _export_entries(root: Path, layer: Layer) -> Iterator[Entry]:
     if old is None:
         return
     try:
-        new = remove_export(old, layer.module)
+        new = remove_export(old, layer.module, layer.class_name)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
     if new != old:

@@ -6,13 +6,13 @@ is one, and nothing else is touched: comments, order and line endings stay.
 
 import ast
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from .errors import UsageError
+from .package_source import Edit, Source, all_value, is_from, literal
 
 MAX_WIDTH = 88
-Edit: TypeAlias = tuple[int, int, str]  # from, to (offsets in the text), new text
 Import: TypeAlias = ast.Import | ast.ImportFrom
 
 
@@ -23,7 +23,7 @@ def add_export(text: str, module: str, name: str) -> str:
         UsageError: If `text` is not Python, or means something else by `name`.
     """
     mark = "\ufeff" if text.startswith("\ufeff") else ""
-    source = _Source(text.removeprefix(mark))
+    source = Source(text.removeprefix(mark))
     taken = _other_meaning(source.tree.body, module, name)
     if taken:
         raise UsageError(
@@ -32,141 +32,6 @@ def add_export(text: str, module: str, name: str) -> str:
         )
     edits = [*_import_edits(source, module, name), *_all_edits(source, name)]
     return mark + source.edited(edits)
-
-
-def remove_export(text: str, module: str) -> str:
-    """`text` without what it imports from `.module`, which is gone; nor in `__all__`.
-
-    Raises:
-        UsageError: If `text` is not Python, or would still import the module.
-    """
-    mark = "\ufeff" if text.startswith("\ufeff") else ""
-    source = _Source(text.removeprefix(mark))
-    nodes = [node for node in source.tree.body if _is_from(node, module)]
-    names = {
-        alias.asname or alias.name
-        for node in nodes
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    edits = [_removed_line(source, node) for node in nodes]
-    edits += _all_removals(source, names)
-    _check_others(source, nodes, module)
-    return mark + source.edited(edits)
-
-
-def _removed_line(source: "_Source", node: ast.stmt) -> Edit:
-    """The lines of `node`, with one empty line where two would be left."""
-    first, last = node.lineno - 1, (node.end_lineno or node.lineno)
-    around = source.lines[first:last]
-    rest = "".join(around).replace(source.segment(node), "", 1).strip()
-    if rest and not rest.startswith("#"):
-        raise UsageError(
-            f"the import on line {node.lineno} shares its line with something else; "
-            "take it out by hand first"
-        )
-    is_below = last < len(source.lines) and bool(source.lines[last].strip())
-    if not is_below and first and not source.lines[first - 1].strip():
-        first -= 1
-    elif not is_below and not first:
-        while last < len(source.lines) and not source.lines[last].strip():
-            last += 1
-    return (source.starts[first], source.starts[last], "")
-
-
-def _all_removals(source: "_Source", names: Set[str]) -> list[Edit]:
-    """`__all__` without `names`."""
-    value = _all_value(source.tree.body)
-    gone = [x for x in value.elts if _literal(x) in names] if value else []
-    if value is None or not gone:
-        return []
-    kept = [source.segment(x) for x in value.elts if x not in gone]
-    if value.lineno == value.end_lineno:
-        opened, closed = ("[", "]") if isinstance(value, ast.List) else ("(", ")")
-        comma = "," if isinstance(value, ast.Tuple) and len(kept) == 1 else ""
-        line = f"{opened}{', '.join(kept)}{comma}{closed}"
-        return [(source.start(value), source.end(value), line)]
-    return [_removed_element(source, element) for element in gone]
-
-
-def _removed_element(source: "_Source", element: ast.expr) -> Edit:
-    """An element, its comma, and its line where it has one to itself."""
-    line = source.lines[element.lineno - 1]
-    if re.fullmatch(r"\s*(['\"])\w+\1\s*,?\s*(#.*)?\s*", line):
-        return (source.starts[element.lineno - 1], source.starts[element.lineno], "")
-    start, end = source.start(element), source.end(element)
-    comma = re.match(r"\s*,[ \t]*", source.text[end:])
-    return (start, end + (comma.end() if comma else 0), "")
-
-
-def _check_others(source: "_Source", removed: Sequence[ast.stmt], module: str) -> None:
-    """Refuse a file that could not be imported once `module` is gone."""
-    for node in ast.walk(source.tree):
-        if not isinstance(node, ast.ImportFrom) or node.level != 1 or node in removed:
-            continue
-        names = [alias.name for alias in node.names]
-        if node.module == module or (node.module is None and module in names):
-            raise UsageError(
-                f"line {node.lineno} still imports '{module}'; take that out by hand first"
-            )
-
-
-class _Source:
-    """Python text, and the offsets of its lines and nodes."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.newline = "\r\n" if "\r\n" in text else "\n"
-        self.lines = re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)
-        self.starts = [0]
-        for line in self.lines:
-            self.starts.append(self.starts[-1] + len(line))
-        try:
-            self.tree = ast.parse(text)
-        except SyntaxError as error:
-            raise UsageError(
-                f"__init__.py is not valid Python, line {error.lineno}: {error.msg}; "
-                "mend it first"
-            ) from error
-
-    def offset(self, line: int, column: int) -> int:
-        """Offset of a position as `ast` gives it: line from 1, column in UTF-8 bytes."""
-        before = self.lines[line - 1].encode()[:column].decode()
-        return self.starts[line - 1] + len(before)
-
-    def start(self, node: ast.expr | ast.stmt) -> int:
-        return self.offset(node.lineno, node.col_offset)
-
-    def end(self, node: ast.expr | ast.stmt) -> int:
-        assert node.end_lineno is not None  # ast.parse sets it on every node
-        assert node.end_col_offset is not None
-        return self.offset(node.end_lineno, node.end_col_offset)
-
-    def segment(self, node: ast.expr | ast.stmt) -> str:
-        return self.text[self.start(node) : self.end(node)]
-
-    def line_after(self, node: ast.stmt) -> int:
-        """Offset of the line after the last one of `node`."""
-        assert node.end_lineno is not None
-        return self.starts[node.end_lineno]
-
-    def above(self, node: ast.stmt) -> int:
-        """Offset of the line of `node`, or of the comment right above it.
-
-        A comment that opens the file is its licence or its shebang, not the node's.
-        """
-        line = node.lineno
-        while line > 1 and self.lines[line - 2].lstrip().startswith("#"):
-            line -= 1
-        return self.starts[(node.lineno if line == 1 else line) - 1]
-
-    def edited(self, edits: Sequence[Edit]) -> str:
-        text = self.text
-        for start, end, new in sorted(edits, reverse=True):
-            if new and start == len(text) and text and not text.endswith(("\n", "\r")):
-                new = "\n" + new
-            text = text[:start] + new.replace("\n", self.newline) + text[end:]
-        return text
 
 
 def _other_meaning(body: Sequence[ast.stmt], module: str, name: str) -> int:
@@ -178,7 +43,7 @@ def _other_meaning(body: Sequence[ast.stmt], module: str, name: str) -> int:
             bound = [
                 target.id for target in node.targets if isinstance(target, ast.Name)
             ]
-        elif isinstance(node, ast.Import | ast.ImportFrom) and not _is_from(
+        elif isinstance(node, ast.Import | ast.ImportFrom) and not is_from(
             node, module
         ):
             bound = [alias.asname or alias.name for alias in node.names]
@@ -189,18 +54,12 @@ def _other_meaning(body: Sequence[ast.stmt], module: str, name: str) -> int:
     return 0
 
 
-def _is_from(node: ast.stmt, module: str) -> bool:
-    return (
-        isinstance(node, ast.ImportFrom) and node.level == 1 and node.module == module
-    )
-
-
-def _import_edits(source: _Source, module: str, name: str) -> list[Edit]:
+def _import_edits(source: Source, module: str, name: str) -> list[Edit]:
     body = source.tree.body
     same = [
         node
         for node in body
-        if isinstance(node, ast.ImportFrom) and _is_from(node, module)
+        if isinstance(node, ast.ImportFrom) and is_from(node, module)
     ]
     if any(alias.name in (name, "*") for node in same for alias in node.names):
         return []
@@ -212,7 +71,7 @@ def _import_edits(source: _Source, module: str, name: str) -> list[Edit]:
     return [_placed(source, run, module, line)]
 
 
-def _merged(source: _Source, node: ast.ImportFrom, name: str) -> Edit:
+def _merged(source: Source, node: ast.ImportFrom, name: str) -> Edit:
     """`name` among the names that `node` imports from the same module."""
     text = source.segment(node)
     if "#" in text:
@@ -247,7 +106,7 @@ def _repeats_names(run: Sequence[Import], body: Sequence[ast.stmt]) -> bool:
     """
     names = [alias for node in run if _level(node) for alias in node.names]
     if not names:
-        return _all_value(body) is None
+        return all_value(body) is None
     return all(alias.asname == alias.name for alias in names)
 
 
@@ -255,7 +114,7 @@ def _level(node: Import) -> int:
     return node.level if isinstance(node, ast.ImportFrom) else 0
 
 
-def _placed(source: _Source, run: list[Import], module: str, line: str) -> Edit:
+def _placed(source: Source, run: list[Import], module: str, line: str) -> Edit:
     """The place for `line`, a new import from `.module`."""
     relative = [node for node in run if _level(node)]
     before = [node for node in relative if _import_key(node) < (-1, _natural(module))]
@@ -279,7 +138,7 @@ def _import_key(node: Import) -> tuple[int, list[int | str]]:
     return (-_level(node), _natural(module or ""))
 
 
-def _first_import(source: _Source, line: str) -> Edit:
+def _first_import(source: Source, line: str) -> Edit:
     """The place for `line` in a file without imports: below its docstring and licence."""
     body = source.tree.body
     has_docstring = bool(body) and _is_docstring(body[0])
@@ -303,37 +162,21 @@ def _is_docstring(node: ast.stmt) -> bool:
     )
 
 
-def _all_edits(source: _Source, name: str) -> list[Edit]:
-    value = _all_value(source.tree.body)
+def _all_edits(source: Source, name: str) -> list[Edit]:
+    value = all_value(source.tree.body)
     if value is None:
         return []
     if any(isinstance(x, ast.Constant) and x.value == name for x in value.elts):
         return []
     quote = source.segment(value.elts[0])[:1] if value.elts else '"'
     item = f"'{name}'" if quote == "'" else f'"{name}"'
-    at = _place([_literal(element) for element in value.elts], name)
+    at = _place([literal(element) for element in value.elts], name)
     if value.lineno == value.end_lineno:
         return [_one_line(source, value, at, item)]
     return [_many_lines(source, value, at, item)]
 
 
-def _all_value(body: Sequence[ast.stmt]) -> ast.List | ast.Tuple | None:
-    """The list or tuple that `__all__` is set to, if it is spelled out."""
-    for node in body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        if any(isinstance(x, ast.Name) and x.id == "__all__" for x in targets):
-            value = node.value  # type: ignore[attr-defined]  # one of the two above
-            return value if isinstance(value, ast.List | ast.Tuple) else None
-    return None
-
-
-def _literal(element: ast.expr) -> str:
-    return str(element.value) if isinstance(element, ast.Constant) else ""
-
-
-def _one_line(source: _Source, value: ast.List | ast.Tuple, at: int, item: str) -> Edit:
+def _one_line(source: Source, value: ast.List | ast.Tuple, at: int, item: str) -> Edit:
     text = source.segment(value)
     opened, closed = ("[", "]") if isinstance(value, ast.List) else ("(", ")")
     items = [source.segment(element) for element in value.elts]
@@ -347,7 +190,7 @@ def _one_line(source: _Source, value: ast.List | ast.Tuple, at: int, item: str) 
 
 
 def _many_lines(
-    source: _Source, value: ast.List | ast.Tuple, at: int, item: str
+    source: Source, value: ast.List | ast.Tuple, at: int, item: str
 ) -> Edit:
     """A line of its own where the others have one, and a comma after the last."""
     elements = value.elts

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from test_cli_plan import CASES, UNFORMATTED
 from torchshard_cli.errors import UsageError
 from torchshard_cli.lock import read_lock
-from torchshard_cli.package_init import add_export, remove_export
+from torchshard_cli.package_init import add_export
+from torchshard_cli.package_removal import remove_export
 
 
 @pytest.fixture
@@ -238,15 +239,15 @@ REWRITTEN = {
 def test_removing_an_export_undoes_adding_it(case):
     """To the byte: comments, quotes, empty lines and line ends."""
     before, after = {**CASES, **UNFORMATTED}[case]
-    assert remove_export(after, "middle") == before
-    assert remove_export(before, "middle") == before
+    assert remove_export(after, "middle", "Middle") == before
+    assert remove_export(before, "middle", "Middle") == before
 
 
 @pytest.mark.parametrize("case", sorted(REWRITTEN))
 def test_removing_an_export_leaves_python_without_it(case):
     """Also where the file had been written anew for it."""
     _, after = {**CASES, **UNFORMATTED}[case]
-    text = remove_export(after, "middle")
+    text = remove_export(after, "middle", "Middle")
     compile(text, "__init__.py", "exec")
     assert "iddle" not in text
     assert text.count("\n\n\n") == 0
@@ -255,7 +256,10 @@ def test_removing_an_export_leaves_python_without_it(case):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("from .middle import *\nx = 1\n", "x = 1\n"),
+        (
+            'from .middle import *\n\n__all__ = ["A", "Middle"]\n',
+            '__all__ = ["A"]\n',
+        ),
         (
             "from .middle import (\n    Middle,\n    helper,\n)\n\n"
             "__all__ = ['Middle', 'Other', 'helper']\n",
@@ -278,13 +282,13 @@ def test_removing_an_export_leaves_python_without_it(case):
 )
 def test_all_that_comes_from_the_module_goes(before, after):
     """Whatever was imported from it, under whatever name; and nothing else."""
-    assert remove_export(before, "middle") == after
+    assert remove_export(before, "middle", "Middle") == after
 
 
 def test_a_file_that_is_not_python_is_refused():
     """As on the way in."""
     with pytest.raises(UsageError, match="not valid Python, line 1"):
-        remove_export("def broken(:\n", "middle")
+        remove_export("def broken(:\n", "middle", "Middle")
 
 
 @given(
@@ -297,7 +301,7 @@ def test_exports_can_go_in_any_order(modules, count):
     for module in modules:
         text = add_export(text, module, module.title())
     for module in modules[:count]:
-        text = remove_export(text, module)
+        text = remove_export(text, module, module.title())
     for module in modules[count:]:
         expected = add_export(expected, module, module.title())
     assert text == expected
