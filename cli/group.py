@@ -1,5 +1,7 @@
 """How every command ends: its errors as messages, as JSON, and as an exit code."""
 
+import codecs
+import io
 import sys
 from typing import Any
 
@@ -7,6 +9,22 @@ import click
 
 from .errors import CliError
 from .show import OWES_JSON, error_json
+
+ERRORS = "torchshard.printable"
+"""How what a terminal cannot show is printed all the same."""
+
+
+def _printable(error: UnicodeError) -> tuple[str | bytes, int]:
+    """A byte of a file name that is no text, as it came; any other letter escaped."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letter = error.object[error.start]
+    code = ord(letter) - 0xDC00  # where Python puts a byte that is no text
+    shown = bytes([code]) if 0x80 <= code <= 0xFF else letter.encode("unicode_escape")
+    return shown, error.start + 1
+
+
+codecs.register_error(ERRORS, _printable)
 
 
 class Group(click.Group):
@@ -35,6 +53,9 @@ class Group(click.Group):
 
     def main(self, *args: Any, **keywords: Any) -> Any:
         """Run the command line; click itself ends it where the reader of a pipe is gone."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors=ERRORS)
         try:
             return super().main(*args, **keywords)
         except OSError as error:
