@@ -1,8 +1,9 @@
 """A layer to generate: every fact that its files depend on, and nothing else."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import Any
 
 from .errors import UsageError
 
@@ -23,6 +24,8 @@ class Layer:
         import_path: What the test imports the class from, for example
             `layer_zoo.parallel_linear`.
         source: What the template was fetched from; empty for one found by its name.
+        reading: What was read of a dense class, for the template that renders from that:
+            plain JSON, kept in the lock, so that nothing is read twice.
     """
 
     class_name: str
@@ -33,6 +36,7 @@ class Layer:
     tests: str
     import_path: str
     source: str = ""
+    reading: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what a lock edited by hand could smuggle into a path."""

@@ -78,6 +78,7 @@ class LockedLayer:
             layer=Layer(
                 **{name: fields[name] for name in _LAYER_FIELDS},
                 source=fields.get("source", ""),
+                reading=fields.get("reading", {}),
             ),
             template_hash=fields["template_hash"],
             files={
@@ -90,6 +91,7 @@ class LockedLayer:
         """What the lock holds of it."""
         layer = {name: getattr(self.layer, name) for name in _LAYER_FIELDS}
         layer |= {"source": self.layer.source} if self.layer.source else {}
+        layer |= {"reading": self.layer.reading} if self.layer.reading else {}
         files = {path: file.to_json() for path, file in self.files.items()}
         return {**layer, "template_hash": self.template_hash, "files": files}
 

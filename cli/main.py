@@ -86,6 +86,19 @@ class _Folder(click.Path):
     help="Set an option of the template (repeatable).",
 )
 @click.option(
+    "--from",
+    "dense",
+    metavar="MODULE:CLASS",
+    help="Read a module of torch.nn's kind, and start from its sharded form.",
+)
+@click.option(
+    "--shard",
+    "shards",
+    multiple=True,
+    metavar="PARAM=DIM",
+    help="With --from: divide that dim, or 'whole' for none (repeatable).",
+)
+@click.option(
     "--into",
     type=_Folder(path_type=Path),
     default=Path(),
@@ -111,6 +124,8 @@ def new_layer(
     name: str,
     template: str | None,
     settings: tuple[str, ...],
+    dense: str | None,
+    shards: tuple[str, ...],
     into: Path,
     module: str | None,
     dry_run: bool,
@@ -132,6 +147,8 @@ def new_layer(
         into=into,
         module=module,
         allow_shadow=allow_shadow,
+        dense=dense,
+        shards=shards,
     )
     answers: dict[Answer, bool] = {"skip": skip, "overwrite": force, "merge": merge}
     answer = next((name for name, is_given in answers.items() if is_given), None)
@@ -183,6 +200,9 @@ def _typed_command(request: Request) -> str:
     words += ["-t", request.template] if request.template else []
     for setting in request.settings:
         words += ["--set", setting]
+    words += ["--from", request.dense] if request.dense else []
+    for shard in request.shards:
+        words += ["--shard", shard]
     words += ["--into", str(request.into)] if request.into != Path() else []
     words += ["--module", request.module] if request.module else []
     words += ["--allow-shadow"] if request.allow_shadow else []

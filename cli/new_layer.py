@@ -7,6 +7,8 @@ from pathlib import Path
 from .catalogue import Catalogue
 from .collisions import check_collisions
 from .errors import UsageError
+from .from_dense import TEMPLATE as DENSE
+from .from_dense import Dense, find_dense, found_again
 from .header import read_header
 from .layer import Layer, Value
 from .lock import Lock, read_lock
@@ -30,6 +32,8 @@ class Request:
         into: Folder for the layer.
         module: Name of the module; None to derive it from the class.
         allow_shadow: Whether the class may hide one of torch.nn or a builtin.
+        dense: A dense class to read, as `MODULE:CLASS`.
+        shards: What to divide of it, each `parameter=dim`.
     """
 
     class_name: str
@@ -39,6 +43,8 @@ class Request:
     into: Path = Path()
     module: str | None = None
     allow_shadow: bool = False
+    dense: str | None = None
+    shards: Sequence[str] = ()
 
 
 def plan_new_layer(request: Request) -> Plan:
@@ -66,6 +72,9 @@ def plan_new_layer(request: Request) -> Plan:
         import_path=target.import_path(module),
     )
     recorded = locked or _from_header(layer, target)
+    dense = _dense(request, recorded)
+    if dense:
+        request = replace(request, template=dense.template, settings=dense.settings)
     templates = request.templates.in_project(target.root)
     template = _template(request, recorded, templates)
     layer = replace(
@@ -73,11 +82,33 @@ def plan_new_layer(request: Request) -> Plan:
         template=template.name,
         source=template.source,
         options=_options(request, recorded, template),
+        reading=dense.reading if dense else {},
     )
     plan = make_plan(target.root, layer, templates)
     generated = {e.path: e.generated for e in plan.entries if e.generated is not None}
     check_collisions(plan.layer, generated)
-    return replace(plan, reason=_reason(request, locked, recorded))
+    reason = dense.reason if dense else _reason(request, locked, recorded)
+    return replace(plan, reason=reason)
+
+
+def _dense(request: Request, recorded: Layer | None) -> Dense | None:
+    """What the layer is rendered from, if that is the reading of a dense class."""
+    if request.dense:
+        found = find_dense(request.dense, request.shards, request.settings)
+        if request.template not in (None, found.template):
+            raise UsageError(
+                f"--from {request.dense} goes with the template '{found.template}';"
+                f" leave out -t {request.template}"
+            )
+        return found
+    name = request.template or (recorded.template if recorded else "")
+    if name == DENSE:
+        return found_again(recorded, request.shards, request.settings)
+    if request.shards:
+        raise UsageError(
+            "--shard divides what --from MODULE:CLASS reads; give that too"
+        )
+    return None
 
 
 def _reason(request: Request, locked: Layer | None, recorded: Layer | None) -> str:

@@ -93,7 +93,7 @@ def _context(template: Template, layer: Layer, stage: Path) -> dict[str, Any]:
 
     raw = generate_context(str(stage / FIELDS))["cookiecutter"]
     extension = f"{SnakeExtension.__module__}.{SnakeExtension.__qualname__}"
-    given = {
+    given: dict[str, Any] = {
         **layer.options,
         "class_name": layer.class_name,
         "__module": layer.module,
@@ -105,6 +105,8 @@ def _context(template: Template, layer: Layer, stage: Path) -> dict[str, Any]:
         "_py": "py",
         "_tests": layer.tests,
     }
+    if layer.reading:
+        given["_reading"] = layer.reading
     private = {key: raw[key] for key in raw if key.startswith("_")}
     return _computed(template, {**private, **given}, keep=given)
 

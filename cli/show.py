@@ -90,6 +90,12 @@ def done_line(entries: Sequence[Entry]) -> str:
     return ", ".join(parts + [f"{kept} kept"] * bool(kept))
 
 
+def left_lines(plan: Plan) -> Iterator[str]:
+    """What the first sharded form of a dense class leaves to a person, in words."""
+    for place, remark in enumerate(plan.layer.reading.get("remarks", [])):
+        yield f"{'Left to you:' if place == 0 else '':12} {remark}"
+
+
 def plural(count: int, noun: str) -> str:
     """`1 file`, `2 files`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
@@ -113,6 +119,7 @@ def plans_json(
 
 
 def _plan_fields(plan: Plan, with_diff: bool) -> dict[str, Any]:
+    remarks = plan.layer.reading.get("remarks")
     return {
         "layer": plan.layer.class_name,
         "import": plan.layer.import_path,
@@ -120,6 +127,7 @@ def _plan_fields(plan: Plan, with_diff: bool) -> dict[str, Any]:
         "template_hash": plan.template_hash,
         "options": dict(plan.layer.options),
         "files": [_entry_fields(entry, with_diff) for entry in plan.entries],
+        **({} if remarks is None else {"left": remarks}),
     }
 
 
