@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .errors import TemplateError, UsageError
@@ -45,12 +45,15 @@ class Catalogue:
         root: The project's root, from which sources that are relative paths count.
         own: Folder of the project's own; None if it has none.
         trusts_all: Whether templates that are not bundled may run.
+        fetched: What this command fetched already, by source and root: one command sees
+            one state of a repository.
     """
 
     bundled: Path
     root: Path = Path()
     own: Path | None = None
     trusts_all: bool = False
+    fetched: dict[tuple[str, Path], Files] = field(default_factory=dict, repr=False)
 
     def in_project(self, root: Path) -> "Catalogue":
         """The same for the project at `root`: with the own ones of it, or of one around."""
@@ -188,7 +191,10 @@ class Catalogue:
     def _fetched(self, source: str, *, is_trusted: bool) -> Template:
         from .fetch import fetched_files
 
-        files = {**self._bundled_partials(), **fetched_files(source, self.root)}
+        key = source, self.root
+        if key not in self.fetched:
+            self.fetched[key] = fetched_files(source, self.root)
+        files = {**self._bundled_partials(), **self.fetched[key]}
         return read_template(
             source_name(source),
             files,

@@ -16,9 +16,8 @@ from click.shell_completion import (
 
 from .catalogue import Catalogue, bundled_templates
 from .errors import CliError
-from .lock import read_lock
+from .layer_name import complete_layer
 from .options import value_text
-from .target import find_root
 from .template import Template
 
 VARIABLE = "_TORCHSHARD_COMPLETE"
@@ -108,23 +107,12 @@ def complete_setting(
     return _begun(found, incomplete)
 
 
-def complete_layer(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem[str]]:
-    """Layers that were generated here, by class name."""
-    try:
-        layers = read_lock(find_root(Path())).layers.values()
-    except CliError:
-        return []
-    names = dict.fromkeys(locked.layer.class_name for locked in layers)
-    return _begun([CompletionItem(name) for name in names], incomplete)
-
-
 def complete_class(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:
     """Layers that were generated here, and the class that each template is made for."""
-    found = {item.value: item for item in complete_layer(ctx, param, incomplete)}
+    names = complete_layer(ctx, param, incomplete)
+    found = {name: CompletionItem(name) for name in names}
     for one in _templates():
         found.setdefault(one.class_name, CompletionItem(one.class_name, help=one.title))
     return _begun(found.values(), incomplete)

@@ -1,5 +1,6 @@
 """The commands, in click. What they do lives in the modules beside; so does all logic."""
 
+import os
 import shlex
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from .diff import diff
 from .entry import Answer
 from .errors import UsageError
 from .group import Group
+from .interview import confirm, interview, require_terminal
 from .new_layer import Request, plan_new_layer
 from .plan import Plan
 from .target import find_target
@@ -52,6 +54,7 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Slice PyTorch layers over ranks; generate, check and prove new ones."""
+    ctx.color = False if os.environ.get("NO_COLOR") else None
     ctx.obj = Catalogue(ctx.obj or bundled_templates()).in_project(Path())
 
 
@@ -70,7 +73,7 @@ class _Folder(click.Path):
 
 
 @main.command("new-layer", short_help="Generate a sharded layer and its test.")
-@click.argument("name", shell_complete=complete_class)
+@click.argument("name", required=False, shell_complete=complete_class)
 @click.option(
     "-t",
     "--template",
@@ -116,12 +119,15 @@ class _Folder(click.Path):
     is_flag=True,
     help="Allow the name of a torch.nn class or builtin.",
 )
+@click.option(
+    "-i", "--interactive", is_flag=True, help="Ask for what is not given, then write."
+)
 @trust_option
 @_json_option
 @click.pass_obj
 def new_layer(
     templates: Catalogue,
-    name: str,
+    name: str | None,
     template: str | None,
     settings: tuple[str, ...],
     dense: str | None,
@@ -134,13 +140,25 @@ def new_layer(
     force: bool,
     merge: bool,
     allow_shadow: bool,
+    interactive: bool,
     as_json: bool,
 ) -> None:
-    """Generate the sharded layer NAME, its test and its entry in the package."""
+    """Generate the sharded layer NAME, its test and its entry in the package.
+
+    On a terminal, without NAME or with -i, the options are asked for.
+
+    \b
+    Examples:
+      torchshard new-layer ParallelEmbedding
+      torchshard new-layer ParallelEmbedding --set split=vocabulary --into my_package
+      torchshard new-layer ParallelGate -t blank --dry-run --diff
+      torchshard new-layer ParallelGate --from my_model:Gate
+      torchshard new-layer -i
+    """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
     if skip + force + merge > 1:
         raise click.UsageError("--skip, --force and --merge exclude each other")
     request = Request(
-        class_name=name,
+        class_name=name or "",
         templates=templates,
         template=template,
         settings=settings,
@@ -150,12 +168,16 @@ def new_layer(
         dense=dense,
         shards=shards,
     )
+    is_asked = interactive or name is None
+    if is_asked:
+        require_terminal(needs_name=name is None, is_plain=as_json)
+        request = interview(request)
     answers: dict[Answer, bool] = {"skip": skip, "overwrite": force, "merge": merge}
     answer = next((name for name, is_given in answers.items() if is_given), None)
     root = find_target(into).root
     settle(root)
     with nullcontext() if dry_run else alone_in(root):
-        _generate(request, answer, dry_run, with_diff, as_json)
+        _generate(request, answer, dry_run, with_diff, as_json, is_asked)
 
 
 def _generate(
@@ -164,6 +186,7 @@ def _generate(
     dry_run: bool,
     with_diff: bool,
     as_json: bool,
+    is_asked: bool,
 ) -> None:
     """Plan, show, ask and apply; `answer` settles every conflict unless it is None."""
     plan = plan_new_layer(request)
@@ -174,6 +197,8 @@ def _generate(
         if plan.conflicts and not dry_run and is_interactive():
             plan = ask_about_conflicts(plan)
     if not dry_run and not plan.conflicts:
+        if is_asked:
+            confirm(plan, _typed_command(request))
         apply_plan(plan)
     if as_json:
         show.echo_json(show.plan_json(plan, is_dry_run=dry_run, with_diff=with_diff))

@@ -58,6 +58,40 @@ def plan_new_layer(request: Request) -> Plan:
         TemplateError: If the template does not render.
         UntrustedError: If it is not bundled, and nobody said that it may run.
     """
+    start = find_start(request)
+    plan = make_plan(start.target.root, start.layer, start.templates)
+    generated = {e.path: e.generated for e in plan.entries if e.generated is not None}
+    check_collisions(plan.layer, generated)
+    return replace(plan, reason=start.reason)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a request means, before anything is rendered.
+
+    Attributes:
+        target: Where the layer lands.
+        layer: The layer, with the options that are recorded or set.
+        template: Its template.
+        templates: The templates that its project has.
+        reason: How the template was found; empty if it was named.
+    """
+
+    target: Target
+    layer: Layer
+    template: Template
+    templates: Catalogue
+    reason: str
+
+
+def find_start(request: Request) -> Start:
+    """What `request` means.
+
+    Raises:
+        UsageError: If a name, an option or the folder cannot be used.
+        TemplateError: If the template cannot be read.
+        UntrustedError: If it would be fetched, and nobody said that it may run.
+    """
     check_class_name(request.class_name, allow_shadow=request.allow_shadow)
     target = find_target(request.into)
     locked = _recorded(request.class_name, target, read_lock(target.root))
@@ -84,11 +118,8 @@ def plan_new_layer(request: Request) -> Plan:
         options=_options(request, recorded, template),
         reading=dense.reading if dense else {},
     )
-    plan = make_plan(target.root, layer, templates)
-    generated = {e.path: e.generated for e in plan.entries if e.generated is not None}
-    check_collisions(plan.layer, generated)
     reason = dense.reason if dense else _reason(request, locked, recorded)
-    return replace(plan, reason=reason)
+    return Start(target, layer, template, templates, reason)
 
 
 def _dense(request: Request, recorded: Layer | None) -> Dense | None:
