@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .errors import TemplateError, UsageError
+from .errors import TemplateError, UnavailableError, UsageError
 from .names import did_you_mean
 from .source import (
     is_source,
@@ -109,7 +109,7 @@ class Catalogue:
         """The template `name`, or that of `source` where there is one.
 
         Raises:
-            UsageError: If there is none, or the source cannot be fetched.
+            UnavailableError: If there is none, or the source cannot be fetched.
             TemplateError: If its `cookiecutter.json` or a path in it cannot be used.
             UntrustedError: If a source would be fetched that may not run.
         """
@@ -117,7 +117,7 @@ class Catalogue:
             return self._load_source(source)
         names = self.names()
         if name not in names:
-            raise UsageError(
+            raise UnavailableError(
                 f"no template '{name}'.{did_you_mean(name, names)}{_local_hint(name)}"
                 "  (see: torchshard templates list)"
             )
@@ -167,7 +167,7 @@ class Catalogue:
         """The template that `-t text` means: a name, or a path or URL to fetch it from.
 
         Raises:
-            UsageError: If there is none, or it cannot be fetched.
+            UnavailableError: If there is none, or it cannot be fetched.
             TemplateError: If it cannot be read.
             UntrustedError: If it would be fetched and may not run.
         """

@@ -8,8 +8,9 @@ import click
 
 from .alone import settle
 from .catalogue import Catalogue
+from .errors import TemplateError, UntrustedError
 from .show import echo_json, plural, shown_path, status_word, to_json
-from .states import FileState, check_files
+from .states import FileState, State, check_files
 from .target import find_root, resolved
 from .trust import trust_option
 
@@ -32,8 +33,16 @@ def check(
       missing   the template writes it, and it is not there
       obsolete  the template no longer writes it
       conflict  it holds conflict markers of an update
+      untrusted, unavailable   its template did not run, so nothing is known of it
 
-    Exit code 0 if nothing drifted, 1 if something did.
+    Exit code 0 if nothing drifted, 1 if something did; else 4 if a template is not
+    trusted, 3 if one cannot be found.
+
+    \b
+    Examples:
+      torchshard check
+      torchshard check layer_zoo/parallel_linear.py --strict
+      torchshard check --json --trust
     """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
     root = find_root(Path())
     settle(root)
@@ -43,8 +52,17 @@ def check(
         echo_json(_states_json(root, states))
     else:
         click.echo("\n".join(_state_lines(root, states)))
-    allowed = ("ok",) if strict else ("ok", "edited")
-    ctx.exit(1 if any(state.state not in allowed for state in states) else 0)
+    ctx.exit(_exit_code({state.state for state in states}, strict))
+
+
+def _exit_code(found: set[State], strict: bool) -> int:
+    """Drift counts most, then what could not be judged."""
+    allowed = {"ok"} if strict else {"ok", "edited"}
+    unjudged = {"untrusted": UntrustedError, "unavailable": TemplateError}
+    if found - allowed - unjudged.keys():
+        return 1
+    codes = [error.exit_code for state, error in unjudged.items() if state in found]
+    return codes[0] if codes else 0
 
 
 def _relative(root: Path, path: Path) -> str:

@@ -5,6 +5,7 @@
     ├── WriteError          1   the file system refused
     ├── VerifyError         1   a layer differs from its dense twin (verify.py)
     ├── UsageError          2   the command line, or a file it names, cannot be used
+    │   └── UnavailableError    a template that is not there, or cannot be fetched
     ├── TemplateError       3   a template cannot be read or rendered
     └── UntrustedError      4   a template is code, and nobody said that it may run
 
@@ -30,6 +31,10 @@ class UsageError(CliError, ValueError):
     """A name, an option, a folder or a lock that cannot be used."""
 
     exit_code = 2
+
+
+class UnavailableError(UsageError, LookupError):
+    """A template that no longer is, or not yet, where it is looked for."""
 
 
 class TemplateError(CliError, RuntimeError):

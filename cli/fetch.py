@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import UsageError
+from .errors import UnavailableError
 from .source import local_path, without_secret
 from .template_files import Files, read_folder, read_shared
 
@@ -25,7 +25,7 @@ def fetched_files(source: str, root: Path) -> Files:
         root: Folder from which a relative path counts.
 
     Raises:
-        UsageError: If it cannot be fetched, or holds no template.
+        UnavailableError: If it cannot be fetched, or holds no template.
         TemplateError: If a path in it cannot be used.
     """
     with tempfile.TemporaryDirectory(prefix="torchshard-") as name, _only_in(name):
@@ -60,9 +60,9 @@ def _fetch(source: str, root: Path, scratch: str) -> Path:
     return Path(folder)
 
 
-def _cannot(source: str, why: str) -> UsageError:
+def _cannot(source: str, why: str) -> UnavailableError:
     message = f"cannot fetch the template {source}: {why.splitlines()[0]}"
-    return UsageError(message.replace(source, without_secret(source)))
+    return UnavailableError(message.replace(source, without_secret(source)))
 
 
 @contextmanager

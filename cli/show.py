@@ -27,6 +27,8 @@ _COLOURS = {
     "missing": "red",
     "obsolete": "red",
     "outdated": "red",
+    "untrusted": "red",
+    "unavailable": "red",
 }
 # A merge that left markers, and a file that still holds some, are both a conflict to people.
 _WORDS: dict[Status, str] = {"marked": "conflict", "unresolved": "conflict"}

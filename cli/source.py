@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from .errors import UsageError
+from .errors import UnavailableError
 
 
 def is_source(text: str) -> bool:
@@ -25,13 +25,15 @@ def rooted_source(text: str, root: Path) -> str:
     A path counts from the root, so that the project can move.
 
     Raises:
-        UsageError: If it is a path and nothing is there.
+        UnavailableError: If it is a path and nothing is there.
     """
     path = Path(text).expanduser()
     if path.exists():
         return _relative(path.resolve(), root)
     if ":" not in text:
-        raise UsageError(f"no template at {text}; there is no such file or folder")
+        raise UnavailableError(
+            f"no template at {text}; there is no such file or folder"
+        )
     return text
 
 

@@ -6,21 +6,31 @@ of an update, read as what is and not as what to do.
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from .catalogue import Catalogue
 from .entry import Entry, counts_text, line_counts
-from .errors import UsageError
+from .errors import UnavailableError, UntrustedError, UsageError
 from .header import read_header
 from .layer import Layer
-from .lock import LOCK_PATH, read_lock
+from .lock import LOCK_PATH, Lock, LockedLayer, read_lock
 from .plan import Plan, is_other_generation
+from .target import inside
 from .update import plan_update
 
-State = Literal["ok", "edited", "outdated", "missing", "obsolete", "conflict"]
+State = Literal[
+    "ok",
+    "edited",
+    "outdated",
+    "missing",
+    "obsolete",
+    "conflict",
+    "untrusted",
+    "unavailable",
+]
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,8 @@ class FileState:
         path: Posix path relative to the root.
         state: `outdated` if its template gives another text now, whether or not it was
             edited too; `edited` if only its text changed; `obsolete` if the template no
-            longer writes it; `conflict` if it holds conflict markers.
+            longer writes it; `conflict` if it holds conflict markers. `untrusted` and
+            `unavailable` if the template was not run, so that nothing is known.
         layer: Key of the layer that it belongs to.
         note: What changed.
         remedy: The command that mends it; empty where it takes a person.
@@ -55,9 +66,7 @@ def check_files(
     """
     lock = read_lock(root)
     states = [
-        _state(plan, entry, lock.short_name(plan.layer))
-        for plan in plan_update(root, templates)
-        for entry in plan.entries
+        state for key in lock.layers for state in _states(root, templates, lock, key)
     ]
     unknown = set(paths) - {state.path for state in states}
     if unknown:
@@ -65,6 +74,34 @@ def check_files(
             f"{min(unknown)} is not in {LOCK_PATH}, so it was not generated here"
         )
     return [state for state in states if not paths or state.path in paths]
+
+
+def _states(
+    root: Path, templates: Catalogue, lock: Lock, key: str
+) -> Iterator[FileState]:
+    """The states of one layer's files."""
+    try:
+        (plan,) = plan_update(root, templates, [key])
+    except UntrustedError as error:
+        yield from _unjudged(root, lock.layers[key], "untrusted", str(error))
+    except UnavailableError as error:
+        yield from _unjudged(root, lock.layers[key], "unavailable", str(error))
+    else:
+        name = lock.short_name(plan.layer)
+        yield from (_state(plan, entry, name) for entry in plan.entries)
+
+
+def _unjudged(
+    root: Path, locked: LockedLayer, state: State, error: str
+) -> Iterator[FileState]:
+    """The states of files whose template did not run, for the reason `error` begins with."""
+    remedy = "torchshard check --trust" if state == "untrusted" else ""
+    for path in locked.files:
+        if inside(root, path).exists():
+            note = error.splitlines()[0]
+            yield FileState(path, state, locked.layer.key, note, remedy)
+        else:
+            yield FileState(path, "missing", locked.layer.key)
 
 
 def _state(plan: Plan, entry: Entry, name: str) -> FileState:
