@@ -25,7 +25,7 @@ Status = Literal[
 Answer = Literal["skip", "overwrite", "merge"]
 WRITTEN: tuple[Status, ...] = ("create", "update", "overwrite", "merged", "marked")
 UNSETTLED: tuple[Status, ...] = ("conflict", "marked", "unresolved")
-UNRESOLVED = "holds conflict markers; settle them, then run this again"
+UNRESOLVED = "holds conflict markers; settle them first"
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def test_a_file_with_conflict_markers_is_a_conflict(project, left):
     assert result.exit_code == 1
     assert (
         "conflict  zoo/parallel_tiny.py         "
-        "holds conflict markers; settle them, then run this again\n"
+        "holds conflict markers; settle them first\n"
     ) in result.output
     assert result.output.endswith("1 conflict\n")
 

@@ -160,7 +160,7 @@ def test_a_conflict_stays_one_until_it_is_settled(project):
     assert (result.exit_code, result.stderr) == (1, "Error: 1 file needs you\n")
     assert (
         "  conflict   zoo/parallel_tiny.py         "
-        "(holds conflict markers; settle them, then run this again)\n"
+        "(holds conflict markers; settle them first)\n"
     ) in result.stdout
     assert project.module.read_bytes() == before["zoo/parallel_tiny.py"]
     edit(project.module, CONFLICT, "    twice = 80\n")
