@@ -82,8 +82,8 @@ class RowLosses(torch.autograd.Function):
         masses = [mass for mass in (hard, rows.mass) if mass is not None]
         ctx.options, ctx.is_spent = options, False
         saved = (x, probabilities, columns, hard, own_weight)
-        ctx.save_for_backward(*saved, rows.base, rows.exp_sum, _added(masses))
-        return _added(losses), rows.logsumexp
+        ctx.save_for_backward(*saved, rows.base, rows.exp_sum, added(masses))
+        return added(losses), rows.logsumexp
 
     @staticmethod
     def backward(
@@ -104,7 +104,8 @@ class RowLosses(torch.autograd.Function):
         return (*grads, None, None, None, None)
 
 
-def _added(tensors: list[Tensor]) -> Tensor:
+def added(tensors: list[Tensor]) -> Tensor:
+    """Return the sum of one tensor or of two."""
     return tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
 
 
@@ -176,7 +177,7 @@ def _weight_of_p(saved: _Saved, grad: Tensor | None, grad_lse: Tensor | None) ->
     """Return what multiplies p in the logits' gradient: g (h + sum of u) + g_lse."""
     terms = [] if grad is None else [grad * saved.total]
     terms += [] if grad_lse is None else [grad_lse]
-    return _added(terms) if terms else torch.zeros_like(saved.base)
+    return added(terms) if terms else torch.zeros_like(saved.base)
 
 
 def _scaled_exp(x: Tensor, base: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:
@@ -256,7 +257,7 @@ def _differentiable_grads(
             own, places = own_targets(saved.columns, options.sharding)
             hard = torch.where(own, -saved.hard * grad, 0)
             result = result.scatter_add(1, places, hard)
-        result = result + grad * _added(masses) * p
+        result = result + grad * added(masses) * p
         if probabilities is not None:
             grad_probabilities = log_p * ((options.label_smoothing - 1) * grad)
             if saved.own_weight is not None:

@@ -120,7 +120,7 @@ class SoftWeights:
         even: Tensor | float = self.smoothing / self.num_classes
         if self.probabilities is not None:
             even = even + (1 - self.smoothing) * self.probabilities[index].to(dtype)
-        return even if self.weight is None else self.weight * even
+        return even if self.weight is None else self.weight[:, index[1]] * even
 
 
 Index = tuple[slice, slice, slice]
@@ -181,7 +181,7 @@ def _block_sums(x: Tensor, index: Index, soft: SoftWeights | None) -> Tensor:
     """Return maximum, exp sum and, if asked for, the two soft sums of a block of rows."""
     block = x[index].to(wide(x.dtype))
     highest = block.amax(1, keepdim=True)
-    shifted = block - torch.where(highest == float("-inf"), 0, highest)
+    shifted = block - finite(highest)
     spread = (
         [] if soft is None else soft_sums(shifted, soft.block(index, shifted.dtype), 1)
     )
@@ -212,10 +212,10 @@ def exchanged(part: Part, group: ShardGroup) -> Rows:
     packet = torch.stack([field for field in part if field is not None])
     if group.size <= 2 or group.size * packet.nbytes <= _GATHERED_BYTES:
         parts = _like(part, collectives.stack(packet, group).unbind(1))
-        base = _finite(parts.highest.amax(0))
+        base = finite(parts.highest.amax(0))
         sums = [value.sum(0) for value in parts.relative_to(base)]
     else:
-        base = _finite(collectives.all_reduce(part.highest, group, "max"))
+        base = finite(collectives.all_reduce(part.highest, group, "max"))
         own = torch.stack(part.relative_to(base))
         sums = list(collectives.all_reduce(own, group).unbind())
     whole = _like(part, [base, *sums])
@@ -230,5 +230,6 @@ def _like(part: Part, fields: Iterable[Tensor]) -> Part:
     )
 
 
-def _finite(highest: Tensor) -> Tensor:
+def finite(highest: Tensor) -> Tensor:
+    """Return maxima to subtract: 0 where all logits are -inf."""
     return torch.where(highest == float("-inf"), 0, highest)

@@ -1,6 +1,10 @@
 """Functional forms: what torch.nn.functional computes, on shards."""
 
-from torchshard.loss import Reduction, parallel_cross_entropy
+from torchshard.loss import (
+    Reduction,
+    parallel_cross_entropy,
+    parallel_linear_cross_entropy,
+)
 from torchshard.nn.layers import parallel_embedding, parallel_linear
 
 __all__ = [
@@ -8,4 +12,5 @@ __all__ = [
     "parallel_cross_entropy",
     "parallel_embedding",
     "parallel_linear",
+    "parallel_linear_cross_entropy",
 ]

@@ -1,0 +1,161 @@
+"""A classifier's weight, and the logits of a chunk of its classes at a time.
+
+Logits of a chunk lie class first, `(c, rows)`: K x N rows for N inputs and K outputs a class,
+with the targets' places in the chunk beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torchshard.distributed.groups import ShardGroup
+from torchshard.loss.margin import Margin
+from torchshard.loss.rows import SoftWeights, wide
+
+_CPU_CHUNK_BYTES = 4 << 20
+"""A chunk's logits by default: they are written and read a few times, best in a cache."""
+
+_DEVICE_CHUNK_BYTES = 128 << 20
+"""The same on a device, where a matrix product should be large."""
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What is computed of the classes.
+
+    Attributes:
+        group: The ranks that hold the classes.
+        soft: How targets are spread over this rank's classes, or None.
+        margin: The margin of a margin softmax, which takes cosines for logits, or None.
+        sampled: The rows of the weight that take part, ascending; None for all.
+        sparse: Whether the gradient of sampled rows is a sparse tensor.
+        chunk_bytes: Memory for the logits of a chunk; None for the default.
+    """
+
+    group: ShardGroup
+    soft: SoftWeights | None = None
+    margin: Margin | None = None
+    sampled: Tensor | None = None
+    sparse: bool = False
+    chunk_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some of this rank's classes.
+
+    Attributes:
+        place: Where they are among the classes that take part.
+        rows: Where they are in the weight.
+        logits: `(c, rows)`, in float32 or wider, with the margin.
+        weight: `(c K, F)`, with a margin of length 1.
+        norms: `(c K, 1)`, the weight's lengths, if there is a margin.
+        mine: `(1, rows)`, whether a row's target is in this chunk; None for probabilities.
+        at: `(1, rows)`, the target's place in it, 0 if it is not.
+        slope: `(1, rows)`, the margin's derivative at the target's cosine.
+        soft: u, `(c, 1)` or `(c, rows)` or one number; None if targets are not spread.
+    """
+
+    place: slice
+    rows: slice | Tensor
+    logits: Tensor
+    weight: Tensor
+    norms: Tensor | None
+    mine: Tensor | None
+    at: Tensor | None
+    slope: Tensor | None
+    soft: Tensor | float | None
+
+
+@dataclass(frozen=True)
+class Head:
+    """The tensors of a classifier.
+
+    Attributes:
+        x: Input, `(N, F)`; with a margin of length s, the scale.
+        weight: This rank's classes, `(C / R, d1, ..., F)`; K is the product of the d.
+        bias: `(C / R, d1, ...)`, or None.
+        own: `(1, rows)`, whether this rank has the row's target; None for probabilities.
+        places: `(1, rows)`, its place among this rank's classes that take part.
+        options: What is computed.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    own: Tensor | None
+    places: Tensor | None
+    options: HeadOptions
+
+    @property
+    def num_classes(self) -> int:
+        """Number of this rank's classes that take part."""
+        sampled = self.options.sampled
+        return len(self.weight) if sampled is None else len(sampled)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the loss, K x N."""
+        return self.x.shape[0] * self.weight[:1].shape[1:-1].numel()
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Return the bounds of chunks of about equal size whose logits fit the budget."""
+        on_cpu = self.x.device.type == "cpu"
+        default = _CPU_CHUNK_BYTES if on_cpu else _DEVICE_CHUNK_BYTES
+        budget = self.options.chunk_bytes or default
+        most = max(1, budget // max(1, self.num_rows * wide(self.x.dtype).itemsize))
+        num = max(1, -(-self.num_classes // most))
+        edges = [place * self.num_classes // num for place in range(num + 1)]
+        return list(pairwise(edges)) if self.num_classes else []
+
+    def chunk(self, start: int, stop: int, kept: Tensor | None = None) -> Chunk:
+        """Return classes `start ... stop - 1`; `kept` are their logits, where known."""
+        sampled, margin = self.options.sampled, self.options.margin
+        rows = slice(start, stop) if sampled is None else sampled[start:stop]
+        weight = self.weight.detach()[rows].flatten(0, -2).to(self.x.dtype)
+        norms = None
+        if margin is not None:
+            norms = torch.linalg.vector_norm(weight, dim=1, keepdim=True)
+            norms = norms.clamp_min(1e-12)
+            weight = weight / norms
+        mine, at = self._targets(start, stop)
+        logits = self._logits(weight, rows, stop - start) if kept is None else kept
+        slope = None
+        if margin is not None and mine is not None and at is not None:
+            slope = _put_margin(logits, margin, mine, at)
+        soft = self._soft(start, stop, logits.dtype)
+        place = slice(start, stop)
+        return Chunk(place, rows, logits, weight, norms, mine, at, slope, soft)
+
+    def _targets(self, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
+        if self.own is None or self.places is None:
+            return None, None
+        mine = self.own & (self.places >= start) & (self.places < stop)
+        at = torch.where(mine, self.places - start, 0)
+        return mine, at
+
+    def _logits(self, weight: Tensor, rows: slice | Tensor, num_classes: int) -> Tensor:
+        logits = weight @ self.x.t()
+        if self.bias is not None:
+            logits += self.bias.detach()[rows].reshape(-1, 1).to(logits.dtype)
+        return logits.view(num_classes, self.num_rows).to(wide(logits.dtype))
+
+    def _soft(self, start: int, stop: int, dtype: torch.dtype) -> Tensor | float | None:
+        if self.options.soft is None:
+            return None
+        index = (slice(None), slice(start, stop), slice(None))
+        block = self.options.soft.block(index, dtype)
+        if not isinstance(block, Tensor):
+            return block
+        return block.permute(1, 2, 0).reshape(stop - start, -1)
+
+
+def _put_margin(logits: Tensor, margin: Margin, mine: Tensor, at: Tensor) -> Tensor:
+    """Put the margin into the targets' logits, s times their cosines; return its slope."""
+    plain = logits.gather(0, at)
+    phi, slope = margin.with_slope(plain / margin.scale)
+    logits.scatter_(0, at, torch.where(mine, margin.scale * phi, plain))
+    return torch.where(mine, slope, 1)

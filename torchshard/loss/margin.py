@@ -1,0 +1,74 @@
+"""Margins: what a margin softmax does to the cosine of a row's own class.
+
+    phi(cos t) = cos(m1 t + m2) - m3
+
+SphereFace has m1 alone (arXiv:1704.08063), ArcFace m2 (arXiv:1801.07698), CosFace m3
+(arXiv:1801.09414); ArcFace's paper combines them, in its equation 4.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchshard.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Margin:
+    """The margin of the target's class, and the scale of all logits.
+
+    Where m1 t + m2 would pass half a turn, phi would rise again. There it is continued by
+    cos t - m2 sin m2 - m3, as ArcFace's authors do, or, with an m1 other than 1, by the
+    continuous cos t - 1 - cos t0 - m3, with t0 the angle where that begins.
+
+    Args:
+        multiplied: m1, the factor of the angle.
+        added: m2, added to the angle, in radians.
+        subtracted: m3, taken off the cosine.
+        scale: s, which multiplies all cosines.
+        easy: Whether to leave a target alone whose cosine is not positive.
+
+    Raises:
+        LayoutError: If `multiplied` is less than 1, `added` not in 0 to pi, or `scale` not
+            positive.
+    """
+
+    multiplied: float = 1.0
+    added: float = 0.0
+    subtracted: float = 0.0
+    scale: float = 64.0
+    easy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.multiplied < 1 or not 0 <= self.added < math.pi or self.scale <= 0:
+            raise LayoutError(
+                f"multiplied={self.multiplied}, added={self.added}, scale={self.scale}:"
+                " expected a factor of at least 1, an angle from 0 to less than pi, and a"
+                " positive scale."
+            )
+
+    def of(self, cosine: Tensor) -> Tensor:
+        """Return phi of the targets' cosines. Its gradient is finite, also at 1 and -1."""
+        eps = torch.finfo(cosine.dtype).eps
+        angle = cosine.clamp(-1 + eps, 1 - eps).acos()
+        moved = (self.multiplied * angle + self.added).cos()
+        last = (math.pi - self.added) / self.multiplied
+        passed = cosine - self._slack(last)
+        phi = torch.where(angle <= last, moved, passed) - self.subtracted
+        return torch.where(cosine > 0, phi, cosine) if self.easy else phi
+
+    def _slack(self, last: float) -> float:
+        if self.multiplied == 1:
+            return self.added * math.sin(self.added)
+        return 1 + math.cos(last)
+
+    def with_slope(self, cosine: Tensor) -> tuple[Tensor, Tensor]:
+        """Return phi and its derivative, which are computed apart from any graph."""
+        with torch.enable_grad():
+            leaf = cosine.detach().requires_grad_()
+            phi = self.of(leaf)
+            (slope,) = torch.autograd.grad(phi.sum(), leaf)
+        return phi.detach(), slope

@@ -1,0 +1,209 @@
+"""An optimizer's step in the middle of backward, so that a gradient never exists whole.
+
+A head that makes its weight's gradient chunk by chunk hands each chunk to the optimizer at
+once. The optimizer stays torch's own: its groups, its schedulers and its state are where they
+always are; what changes is when the rows of the weight are updated.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+from torchshard.distributed.groups import get_data_parallel_group
+from torchshard.errors import GroupError, StateError
+
+Rows: TypeAlias = "slice | Tensor"
+
+# Each element is updated from its own gradient and state alone, so rows can be by themselves.
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+)
+
+_stepped = WeakIdKeyDictionary()
+
+
+def step_in_backward(
+    optimizer: Optimizer, parameters: nn.Module | Iterable[Tensor]
+) -> None:
+    """Have the heads that hold `parameters` update them during backward.
+
+    For weights of `parallel_linear_cross_entropy`, its loss layer and the margin layers: their
+    gradient, as large as the weight, then never exists, and neither do its memory and traffic.
+    Training goes on as before: `backward()`, `optimizer.step()` for all other parameters,
+    schedulers, `state_dict()`. With sampled classes, rows that were not sampled keep their
+    weight and their state as they are.
+
+    What needs the whole gradient cannot be had: its norm for clipping, its accumulation over
+    several backwards, a GradScaler. The second backward before a `step()` raises, and so does
+    a gradient that reaches the weight by another way.
+
+    Args:
+        optimizer: One of torch's that work element by element: SGD, Adam, AdamW and their
+            kin. It holds `parameters` already.
+        parameters: The weights, or a module: then those of its parameters that
+            `optimizer` holds.
+
+    Raises:
+        StateError: If the optimizer does not work element by element, or does not hold a
+            parameter.
+        GroupError: If the parameters are replicated over several data-parallel groups, whose
+            gradients have to be averaged before a step.
+
+    Example:
+        >>> head = nn.Linear(4, 10)
+        >>> optimizer = torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)
+        >>> step_in_backward(optimizer, [head.weight])
+    """
+    if type(optimizer) not in _ELEMENTWISE:
+        names = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
+        raise StateError(
+            f"{type(optimizer).__name__} cannot update some rows of a weight apart from the"
+            f" others. Expected one of {names}."
+        )
+    replicas = get_data_parallel_group()
+    if replicas is not None and replicas.size() > 1:
+        raise GroupError(
+            f"The weights are replicated over {replicas.size()} data-parallel groups; their"
+            " gradients have to be averaged before a step. Use optimizer.step() alone."
+        )
+    held = {id(x): group for group in optimizer.param_groups for x in group["params"]}
+    chosen = (
+        [x for x in parameters.parameters() if id(x) in held]
+        if isinstance(parameters, nn.Module)
+        else list(parameters)
+    )
+    if not chosen or any(id(x) not in held for x in chosen):
+        raise StateError("The optimizer does not hold the parameters to be updated.")
+    for parameter in chosen:
+        _stepped[parameter] = RowOptimizer(optimizer, parameter)
+
+
+def row_optimizer_of(parameter: Tensor) -> RowOptimizer | None:
+    """Return what updates the parameter during backward; None if its optimizer does."""
+    found: RowOptimizer | None = _stepped.get(parameter)
+    return found if found is not None and found.is_alive else None
+
+
+class RowOptimizer:
+    """Updates rows of one parameter as its optimizer would, once each a step.
+
+    The rows are given to a second optimizer of the same class, with the group's settings and
+    those rows of the state.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameter: Tensor) -> None:
+        # Weakly: an optimizer holds its parameters, and this is looked up by parameter.
+        self._whole = weakref.ref(optimizer)
+        self._weight = weakref.ref(parameter)
+        like: Any = type(optimizer)
+        self._rows: Optimizer = like([nn.Parameter(torch.empty(0))])
+        self._is_pending = False
+        self._before: dict[str, Any] = {}
+        self._scalars: dict[str, Any] = {}
+        optimizer.register_step_post_hook(self._settle)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there still is an optimizer to step for."""
+        return self._whole() is not None
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._whole()
+        if optimizer is None:
+            raise StateError("The optimizer that steps in backward is gone.")
+        return optimizer
+
+    @property
+    def _parameter(self) -> Tensor:
+        parameter = self._weight()
+        if parameter is None:
+            raise StateError("The weight that is stepped in backward is gone.")
+        return parameter
+
+    def _settle(self, *_: Any) -> None:
+        self._is_pending = False
+
+    def begin(self) -> None:
+        """Check that this is the one backward of the step.
+
+        Raises:
+            StateError: If there was another, or if the parameter has a gradient.
+        """
+        if self._is_pending:
+            raise StateError(
+                "A second backward came before optimizer.step(), and the first has updated"
+                " the weight. Gradients cannot be accumulated, nor a step skipped (as by a"
+                " GradScaler), where the step is made in backward."
+            )
+        if self._parameter.grad is not None:
+            raise StateError(
+                "The weight has a .grad beside the step that backward makes. Set it to None"
+                " with zero_grad(), and use the weight in this loss alone."
+            )
+        self._is_pending, self._scalars = True, {}
+        # All rows start from one state, also where the first of them create it.
+        self._before = dict(self._optimizer.state[self._parameter])
+
+    def step(self, rows: Rows, grad: Tensor) -> None:
+        """Update `rows` of the parameter and of its state."""
+        parameter = self._parameter
+        chunk = nn.Parameter(parameter.detach()[rows])
+        chunk.grad = grad
+        group = {**self._group_of(parameter), "params": [chunk]}
+        self._rows.param_groups = [group]
+        self._rows.state.clear()
+        self._rows.state[chunk] = {
+            name: _rows_of(value, parameter, rows)
+            for name, value in self._before.items()
+        }
+        self._rows.step()
+        if isinstance(rows, Tensor):
+            parameter.detach()[rows] = chunk.detach()
+        self._take(self._rows.state[chunk], parameter, rows)
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        for group in self._optimizer.param_groups:
+            if any(parameter is held for held in group["params"]):
+                return group
+        raise StateError("The optimizer no longer holds the weight that it updates.")
+
+    def _take(self, rows_state: dict[str, Any], parameter: Tensor, rows: Rows) -> None:
+        """Put the rows' state back; what is one number for all rows waits for the end."""
+        state = self._optimizer.state[parameter]
+        for name, value in rows_state.items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                self._scalars[name] = value
+                continue
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(parameter, dtype=value.dtype).detach()
+            own = state[name][rows]
+            if isinstance(rows, Tensor):
+                state[name][rows] = value
+            elif own.data_ptr() != value.data_ptr():
+                own.copy_(value)
+
+    def end(self) -> None:
+        """Close the step: the number of steps advances once, whatever the number of chunks."""
+        self._optimizer.state[self._parameter].update(self._scalars)
+        torch.autograd.graph.increment_version(self._parameter)
+
+
+def _rows_of(value: Any, parameter: Tensor, rows: Rows) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value[rows] if value.shape == parameter.shape else value.clone()
