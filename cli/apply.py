@@ -12,6 +12,7 @@ from contextlib import suppress
 from glob import escape
 from pathlib import Path
 
+from .entry import Entry
 from .errors import ConflictError, WriteError
 from .journal import (
     JOURNAL_PATH,
@@ -31,7 +32,8 @@ def apply_plan(*plans: Plan) -> None:
     """Write the files of `plans`, all of one project, and its lock.
 
     Raises:
-        ConflictError: If a conflict of theirs is not settled.
+        ConflictError: If a conflict of theirs is not settled, or if a file is not as it was
+            when they were made.
         WriteError: If the file system refuses; then every file is as it was.
     """
     if any(plan.conflicts for plan in plans):
@@ -41,6 +43,8 @@ def apply_plan(*plans: Plan) -> None:
     for plan in plans:
         lock = plan.new_lock(lock)
         for entry in plan.entries:
+            if entry.is_changed:
+                _check_unchanged(root, entry)
             if entry.is_written:
                 contents[inside(root, entry.path)] = entry.content
             elif entry.status == "remove":
@@ -50,6 +54,15 @@ def apply_plan(*plans: Plan) -> None:
         contents[inside(root, LOCK_PATH)] = text.encode() if text else None
     if contents:
         write_all(root, contents)
+
+
+def _check_unchanged(root: Path, entry: Entry) -> None:
+    """Refuse to write over what was saved since the plan was made: it may wait for hours."""
+    before = (entry.old or "").replace("\r\n", "\n")
+    if (read_text(inside(root, entry.path)) or "") != before:
+        raise ConflictError(
+            f"{entry.path} was changed in the meantime; nothing was written. Run this again"
+        )
 
 
 def write_all(root: Path, contents: Mapping[Path, bytes | None]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from cli_project import Project, contents, write
 from test_cli_alone import start
+from torchshard_cli.ask import ask_about_conflicts
 
 WRITING = {
     "new-layer": ("new-layer", "TinyOther"),
@@ -270,6 +271,29 @@ def test_a_first_layer_that_was_cut_short_is_finished(tmp_path, monkeypatch):
     assert not project.lock.exists()
     assert project.run("check", "--strict").exit_code == 0
     assert len(project.contents()) == 4
+
+
+@pytest.mark.parametrize("answer", ["y\n", "m\n"])
+def test_an_edit_made_while_the_question_stands_is_not_lost(
+    project, monkeypatch, answer
+):
+    """Whatever the answer was: nothing is written, and the error says why."""
+
+    def ask_slowly(plan):
+        write(project.module, project.module.read_text("utf-8") + "saved since\n")
+        return ask_about_conflicts(plan)
+
+    monkeypatch.setattr("torchshard_cli.main.is_interactive", lambda: True)
+    monkeypatch.setattr("torchshard_cli.main.ask_about_conflicts", ask_slowly)
+    expected = project.contents()
+    expected["zoo/parallel_tiny.py"] += b"saved since\n"
+    result = project.run("new-layer", "ParallelTiny", text=answer)
+    assert (result.exit_code, result.stderr) == (
+        1,
+        "Error: zoo/parallel_tiny.py was changed in the meantime; nothing was written. "
+        "Run this again\n",
+    )
+    assert project.contents() == expected
 
 
 @pytest.fixture
