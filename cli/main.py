@@ -231,6 +231,7 @@ def _typed_command(request: Request) -> str:
     words += ["--into", str(request.into)] if request.into != Path() else []
     words += ["--module", request.module] if request.module else []
     words += ["--allow-shadow"] if request.allow_shadow else []
+    words += ["--trust"] if request.templates.trusts_all else []
     return shlex.join(words)
 
 

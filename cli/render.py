@@ -21,7 +21,7 @@ from .header import add_header
 from .hooks import running_hooks
 from .layer import Layer
 from .template import Template
-from .template_files import FIELDS
+from .template_files import FIELDS, TemplateFile
 from .trust import require_trust
 
 if TYPE_CHECKING:
@@ -62,9 +62,17 @@ def render_template(template: Template, layer: Layer) -> dict[str, str]:
 def _stage(template: Template, stage: Path) -> None:
     """Write the files of the template to `stage`, where cookiecutter looks for them."""
     for name, file in template.files.items():
+        _check_text(file)
         path = stage / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(file.content)
+
+
+def _check_text(file: TemplateFile) -> None:
+    try:
+        file.content.decode()
+    except UnicodeDecodeError as error:
+        raise TemplateError(f"{file.label}: not UTF-8 text") from error
 
 
 def _generate(template: Template, layer: Layer, stage: Path, out: Path) -> None:

@@ -97,7 +97,12 @@ def _with_progress(template: Template, chosen: list[Variant]) -> Iterator[Varian
     console = Console(stderr=True)
     text = TextColumn("{task.description}")
     with Progress(
-        text, BarColumn(), MofNCompleteColumn(), console=console, transient=True
+        text,
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task(template.name, total=len(chosen))
         for variant in chosen:
