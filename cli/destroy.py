@@ -36,8 +36,13 @@ def destroy(name: str, force: bool, dry_run: bool, as_json: bool) -> None:
     A file that was edited is kept, and so is the layer's entry in the lock as long as
     there is one, so that --force can remove it later. No folder is removed.
 
-    Exit code 0 if nothing is left of it, 1 if an edited file is.
-    """
+    Exit code 0 if nothing is left of it, 1 if an edited file is; 0 for a dry run.
+
+    \b
+    Examples:
+      torchshard destroy ParallelLinear --dry-run
+      torchshard destroy layer_zoo.ParallelLinear --force
+    """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
     root = find_root(Path())
     settle(root)
     with nullcontext() if dry_run else alone_in(root):

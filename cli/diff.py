@@ -44,7 +44,12 @@ def diff(ctx: click.Context, names: tuple[str, ...], as_json: bool) -> None:
 
     One unified diff from the generated text to yours, and one to what the template gives
     now. Exit code 0 if there is nothing to show, 1 if there is.
-    """
+
+    \b
+    Examples:
+      torchshard diff
+      torchshard diff ParallelLinear --json
+    """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
     root = find_root(Path())
     settle(root)
     found = differences(root, ctx.obj.in_project(root), names)

@@ -45,8 +45,13 @@ def update(
     both stand in the file, between conflict markers. A file that the template no longer
     writes is removed, or kept and yours from now on if it was edited.
 
-    Exit code 0 if all is up to date now, 1 if a file needs you.
-    """
+    Exit code 0 if all is up to date now, 1 if a file needs you; 0 for a dry run.
+
+    \b
+    Examples:
+      torchshard update ParallelLinear
+      torchshard update --all --dry-run --diff
+    """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
     if bool(names) == is_all:
         raise UsageError("name the layers to update, or pass --all")
     root = find_root(Path())

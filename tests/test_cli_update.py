@@ -9,11 +9,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from cli_project import Project, write
+from cli_project import Project, working_in, write
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchshard_cli.header import read_header
 from torchshard_cli.lock import read_lock
+from torchshard_cli.main import main
 from torchshard_cli.merge import has_markers, merge_texts
 
 
@@ -355,6 +357,32 @@ def test_a_class_in_two_packages_is_named_with_its_package(project):
     assert {state["layer"] for state in states if state["state"] == "outdated"} == {
         "park.ParallelTiny"
     }
+
+
+@pytest.mark.parametrize("command", ["update", "diff", "destroy"])
+def test_the_shell_completes_the_names_of_layers(project, command):
+    """Those of the project, with the package where the class alone is not enough."""
+
+    def completed(word):
+        variables = {
+            "_TORCHSHARD_COMPLETE": "bash_complete",
+            "COMP_WORDS": f"torchshard {command} {word}",
+            "COMP_CWORD": "2",
+        }
+        with working_in(project.root):
+            done = CliRunner().invoke(
+                main, env=variables, prog_name="torchshard", obj=project.templates
+            )
+        return [line.removeprefix("plain,") for line in done.output.split()]
+
+    project.run("new-layer", "TinyOther")
+    assert completed("") == ["ParallelTiny", "TinyOther"]
+    assert completed("T") == ["TinyOther"]
+    write(project.root / "park" / "__init__.py", "")
+    project.generate("--module", "park_tiny", into="park")
+    assert completed("") == ["park.ParallelTiny", "zoo.ParallelTiny", "TinyOther"]
+    project.lock.unlink()
+    assert completed("") == []
 
 
 def test_json_is_all_that_reaches_stdout(project):
