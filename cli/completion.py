@@ -137,10 +137,12 @@ def _catalogue() -> Catalogue:
 
 
 def _named_template(ctx: click.Context) -> Template | None:
-    name, class_name = ctx.params.get("template"), ctx.params.get("name")
+    name = ctx.params.get("template")
+    # While the value of an option is missing, click leaves NAME among the rest.
+    class_name = ctx.params.get("name") or next(iter(ctx.args), "")
     try:
         if name:
             return _catalogue().load(name)
-        return _catalogue().infer(class_name or "")
+        return _catalogue().infer(class_name)
     except CliError:
         return None
