@@ -7,14 +7,26 @@ from torchshard.loss.linear_cross_entropy import (
     parallel_linear_cross_entropy,
 )
 from torchshard.loss.margin import Margin
+from torchshard.loss.margin_cross_entropy import (
+    cosines_of_features,
+    cosines_of_shard,
+    margin_cross_entropy,
+    margin_cross_entropy_of_shard,
+    parallel_margin_cross_entropy,
+)
 from torchshard.loss.step_in_backward import step_in_backward
 
 __all__ = [
     "Criterion",
     "Margin",
     "Reduction",
+    "cosines_of_features",
+    "cosines_of_shard",
     "linear_cross_entropy_of_shard",
+    "margin_cross_entropy",
+    "margin_cross_entropy_of_shard",
     "parallel_cross_entropy",
     "parallel_linear_cross_entropy",
+    "parallel_margin_cross_entropy",
     "step_in_backward",
 ]

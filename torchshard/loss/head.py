@@ -103,8 +103,8 @@ class Head:
 
     def chunks(self) -> list[tuple[int, int]]:
         """Return the bounds of chunks of about equal size whose logits fit the budget."""
-        on_cpu = self.x.device.type == "cpu"
-        default = _CPU_CHUNK_BYTES if on_cpu else _DEVICE_CHUNK_BYTES
+        in_cache = self.x.device.type == "cpu" and not torch.compiler.is_compiling()
+        default = _CPU_CHUNK_BYTES if in_cache else _DEVICE_CHUNK_BYTES
         budget = self.options.chunk_bytes or default
         most = max(1, budget // max(1, self.num_rows * wide(self.x.dtype).itemsize))
         num = max(1, -(-self.num_classes // most))
@@ -156,6 +156,6 @@ class Head:
 def _put_margin(logits: Tensor, margin: Margin, mine: Tensor, at: Tensor) -> Tensor:
     """Put the margin into the targets' logits, s times their cosines; return its slope."""
     plain = logits.gather(0, at)
-    phi, slope = margin.with_slope(plain / margin.scale)
-    logits.scatter_(0, at, torch.where(mine, margin.scale * phi, plain))
-    return torch.where(mine, slope, 1)
+    cosine = plain / margin.scale
+    logits.scatter_(0, at, torch.where(mine, margin.scale * margin.of(cosine), plain))
+    return torch.where(mine, margin.slope(cosine), 1)

@@ -180,7 +180,7 @@ def linear_cross_entropy_of_shard(
     """
     sharding = Sharding(0 if input.dim() == 1 else 1, ranges, group)
     _check(input, linear_weight, target, linear_bias, weight, criterion, sharding)
-    input = _in_compute_dtype(input, linear_weight)
+    input = in_compute_dtype(input, linear_weight)
     rows = input.reshape(-1, input.shape[-1])
     outputs = linear_weight.shape[1:-1]
     columns = hard = own = places = probabilities = None
@@ -245,7 +245,12 @@ def _class_first(target: Tensor, num: int, outputs: int) -> Tensor:
     return target.reshape(num, outputs).t().reshape(1, -1)
 
 
-def _in_compute_dtype(input: Tensor, linear_weight: Tensor) -> Tensor:
+def in_compute_dtype(input: Tensor, linear_weight: Tensor) -> Tensor:
+    """Return the input in the dtype of the matrix products: autocast's, or its own.
+
+    Raises:
+        LayoutError: If the weight has another, without autocast.
+    """
     kind = input.device.type
     if torch.is_autocast_enabled(kind):
         return input.to(torch.get_autocast_dtype(kind))

@@ -52,23 +52,32 @@ class Margin:
 
     def of(self, cosine: Tensor) -> Tensor:
         """Return phi of the targets' cosines. Its gradient is finite, also at 1 and -1."""
-        eps = torch.finfo(cosine.dtype).eps
-        angle = cosine.clamp(-1 + eps, 1 - eps).acos()
+        angle = self._angle(cosine)
         moved = (self.multiplied * angle + self.added).cos()
-        last = (math.pi - self.added) / self.multiplied
-        passed = cosine - self._slack(last)
-        phi = torch.where(angle <= last, moved, passed) - self.subtracted
+        phi = torch.where(self._turns(angle), moved, cosine - self._slack)
+        phi = phi - self.subtracted
         return torch.where(cosine > 0, phi, cosine) if self.easy else phi
 
-    def _slack(self, last: float) -> float:
+    def slope(self, cosine: Tensor) -> Tensor:
+        """Return the derivative of phi: m1 sin(m1 t + m2) / sin t, or 1 where it is continued."""
+        angle = self._angle(cosine)
+        moved = (self.multiplied * angle + self.added).sin() / angle.sin()
+        slope = torch.where(self._turns(angle), self.multiplied * moved, 1)
+        return torch.where(cosine > 0, slope, 1) if self.easy else slope
+
+    def _angle(self, cosine: Tensor) -> Tensor:
+        eps = torch.finfo(cosine.dtype).eps
+        return cosine.clamp(-1 + eps, 1 - eps).acos()
+
+    @property
+    def _last(self) -> float:
+        return (math.pi - self.added) / self.multiplied
+
+    def _turns(self, angle: Tensor) -> Tensor:
+        return angle <= self._last
+
+    @property
+    def _slack(self) -> float:
         if self.multiplied == 1:
             return self.added * math.sin(self.added)
-        return 1 + math.cos(last)
-
-    def with_slope(self, cosine: Tensor) -> tuple[Tensor, Tensor]:
-        """Return phi and its derivative, which are computed apart from any graph."""
-        with torch.enable_grad():
-            leaf = cosine.detach().requires_grad_()
-            phi = self.of(leaf)
-            (slope,) = torch.autograd.grad(phi.sum(), leaf)
-        return phi.detach(), slope
+        return 1 + math.cos(self._last)

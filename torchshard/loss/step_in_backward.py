@@ -47,7 +47,8 @@ def step_in_backward(
     schedulers, `state_dict()`. With sampled classes, rows that were not sampled keep their
     weight and their state as they are.
 
-    What needs the whole gradient cannot be had: its norm for clipping, its accumulation over
+    Under torch.compile the gradient is made after all, and `optimizer.step()` takes it. What
+    needs the whole gradient cannot be had: its norm for clipping, its accumulation over
     several backwards, a GradScaler. The second backward before a `step()` raises, and so does
     a gradient that reaches the weight by another way.
 
@@ -93,7 +94,12 @@ def step_in_backward(
 
 
 def row_optimizer_of(parameter: Tensor) -> RowOptimizer | None:
-    """Return what updates the parameter during backward; None if its optimizer does."""
+    """Return what updates the parameter during backward; None if its optimizer does.
+
+    In a compiled graph none: the weight gets its gradient, and `optimizer.step()` uses it.
+    """
+    if torch.compiler.is_compiling():
+        return None
     found: RowOptimizer | None = _stepped.get(parameter)
     return found if found is not None and found.is_alive else None
 

@@ -1,0 +1,241 @@
+"""Margin softmax over cosines of features and class centres: the functions and their checks."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchshard.checks import expect_indices
+from torchshard.distributed import ops
+from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
+from torchshard.errors import ShapeError
+from torchshard.layout import Ranges
+from torchshard.loss.criterion import (
+    Criterion,
+    Reduction,
+    expect_criterion,
+    expect_target,
+    target_weights,
+)
+from torchshard.loss.head import HeadOptions
+from torchshard.loss.head_losses import HeadLosses
+from torchshard.loss.linear_cross_entropy import (
+    class_ranges,
+    in_compute_dtype,
+    summed_up,
+)
+from torchshard.loss.margin import Margin
+from torchshard.loss.rows import wide
+from torchshard.loss.sampling import expect_rate, sampled
+from torchshard.tensor.sharded import Sharding, mark
+
+
+def parallel_margin_cross_entropy(
+    input: Tensor,
+    centres: Tensor,
+    target: Tensor,
+    margin: Margin,
+    *,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    sample_rate: float = 1.0,
+    sparse: bool = False,
+    chunk_bytes: int | None = None,
+    ranges: Ranges | None = None,
+    group: GroupLike = None,
+) -> Tensor:
+    """Compute the cross-entropy of scaled cosines, with a margin for the target's.
+
+    With x and W scaled to length 1, the logits of a row are s x W^T, the target's s phi(x W^T)
+    (`Margin`). Gradients are exact: the margin and both norms are differentiated. Logits
+    exist for a chunk of classes at a time, as in `parallel_linear_cross_entropy`.
+
+        input       (N, F)          whole
+        centres     (C / R, F)      shard of the classes
+        target      (N,)            whole
+        loss        () or (N,)      whole
+
+        forward     one all-gather of the rows' statistics
+        backward    one all-reduce of the input's gradient
+
+    Args:
+        input: Features, the same on every rank, of any length but 0.
+        centres: This rank's class centres, of any length.
+        target: Class indices.
+        margin: The margin, and the scale s.
+        reduction: `"none"`, `"mean"` or `"sum"`.
+        ignore_index: Target value whose rows count for nothing.
+        sample_rate: Share of each rank's classes that take part: all that are a target, the
+            others drawn at random for every call (Partial FC, arXiv:2203.15565).
+        sparse: Whether the gradient of sampled centres is a sparse tensor.
+        chunk_bytes: As in `parallel_linear_cross_entropy`.
+        ranges: As in `parallel_linear_cross_entropy`.
+        group: The ranks; None is the model group.
+
+    Returns:
+        The loss, the same on every rank.
+
+    Raises:
+        ShapeError: If the shapes do not fit.
+        TargetError: If a target is neither a class nor `ignore_index`.
+        LayoutError: If an option is out of its range, or if dtypes differ.
+
+    Example:
+        >>> x, centres = torch.eye(3)[:2], torch.eye(3)
+        >>> arc = Margin(added=0.5, scale=8.0)
+        >>> parallel_margin_cross_entropy(x, centres, torch.tensor([0, 1]), arc)
+        tensor(0.0018)
+    """
+    group = resolve_group(group)
+    ranges = ranges or class_ranges(centres, group)
+    if input.requires_grad:
+        input = ops.copy(input, group)
+    return margin_cross_entropy_of_shard(
+        input,
+        centres,
+        target,
+        margin,
+        criterion=Criterion(ignore_index, reduction),
+        sample_rate=sample_rate,
+        sparse=sparse,
+        chunk_bytes=chunk_bytes,
+        ranges=ranges,
+        group=group,
+    )
+
+
+def margin_cross_entropy_of_shard(
+    input: Tensor,
+    centres: Tensor,
+    target: Tensor,
+    margin: Margin,
+    *,
+    criterion: Criterion,
+    sample_rate: float,
+    sparse: bool,
+    chunk_bytes: int | None,
+    ranges: Ranges,
+    group: ShardGroup,
+) -> Tensor:
+    """Return the loss, for the `local_forward` of a layer.
+
+    The same as `parallel_margin_cross_entropy`, except that the input has entered sharded
+    compute already: its gradient is this rank's partial.
+    """
+    sharding = Sharding(1, ranges, group)
+    _check(input, centres, target, criterion, sharding)
+    expect_rate(sample_rate)
+    input = in_compute_dtype(input, centres)
+    x = margin.scale * F.normalize(input, dim=-1)
+    columns = target.long().reshape(1, -1)
+    hard = target_weights(columns, None, criterion.ignore_index, wide(x.dtype))
+    sample = sampled(columns, sharding, sample_rate)
+    options = HeadOptions(
+        group,
+        margin=margin,
+        sampled=sample.rows,
+        sparse=sparse and sample.rows is not None,
+        chunk_bytes=chunk_bytes,
+    )
+    row_loss, lse = HeadLosses.apply(
+        x, centres, None, sample.own, sample.places, hard, options
+    )
+    return summed_up(
+        row_loss, lse, columns, None, criterion, tuple(target.shape), input.dtype
+    )[0]
+
+
+def cosines_of_shard(
+    input: Tensor, centres: Tensor, ranges: Ranges, group: ShardGroup
+) -> Tensor:
+    """Return the cosines of inputs `(N, F)` with this rank's centres, marked as a shard."""
+    input = in_compute_dtype(input, centres)
+    products = F.linear(F.normalize(input, dim=-1), centres.to(input.dtype))
+    cosines = products * _inverse_length(centres.square().sum(1)).to(products.dtype)
+    return mark(cosines, Sharding(cosines.dim() - 1, ranges, group))
+
+
+def cosines_of_features(input: Tensor, centres: Tensor, group: ShardGroup) -> Tensor:
+    """Return the whole cosines `(N, C)` of inputs and centres by their features' shards.
+
+    Products and squared lengths are partials, which one all-reduce sums.
+
+    Args:
+        input: `(N, F / R)`.
+        centres: `(C, F / R)`.
+        group: The ranks.
+    """
+    input = in_compute_dtype(input, centres)
+    dtype = wide(input.dtype)
+    partials = [
+        F.linear(input, centres.to(input.dtype)).to(dtype),
+        input.to(dtype).square().sum(1, keepdim=True),
+        centres.to(dtype).square().sum(1),
+    ]
+    sums = ops.reduce(torch.cat([x.flatten() for x in partials]), group)
+    products, inputs, lengths = (
+        part.view_as(x)
+        for part, x in zip(
+            torch.tensor_split(sums, _inner_edges(partials)), partials, strict=True
+        )
+    )
+    return products * _inverse_length(inputs) * _inverse_length(lengths)
+
+
+def _inner_edges(parts: list[Tensor]) -> list[int]:
+    return list(accumulate(x.numel() for x in parts))[:-1]
+
+
+def _inverse_length(square: Tensor) -> Tensor:
+    """Return 1 / length of vectors from its square, as `F.normalize` has it."""
+    return square.clamp_min(1e-24).rsqrt()
+
+
+def margin_cross_entropy(
+    cosines: Tensor, target: Tensor, margin: Margin, criterion: Criterion
+) -> Tensor:
+    """Return the loss of whole cosines `(N, C)`, with the margin at the targets.
+
+    Raises:
+        TargetError: If a target is neither a class nor `ignore_index`.
+        LayoutError: If an option is out of its range.
+    """
+    ignore_index, num_classes = criterion.ignore_index, cosines.shape[1]
+    expect_criterion(criterion, None, num_classes)
+    expect_indices(target, num_classes, "target", ignore_index)
+    columns = torch.where(target == ignore_index, 0, target).unsqueeze(1)
+    phi = margin.of(cosines.gather(1, columns))
+    return F.cross_entropy(
+        margin.scale * cosines.scatter(1, columns, phi),
+        target,
+        ignore_index=ignore_index,
+        reduction=criterion.reduction,
+    )
+
+
+def _check(
+    input: Tensor,
+    centres: Tensor,
+    target: Tensor,
+    criterion: Criterion,
+    sharding: Sharding,
+) -> None:
+    """Check everything before the collective; all but the shards is alike on every rank."""
+    ranges, group = sharding.ranges, sharding.group
+    if input.dim() != 2 or centres.dim() != 2 or input.shape[1:] != centres.shape[1:]:
+        raise ShapeError(
+            f"input has shape {tuple(input.shape)} and centres {tuple(centres.shape)};"
+            " expected (N, F) and (C / R, F)."
+        )
+    if len(centres) != sharding.length or not ranges.is_contiguous:
+        raise ShapeError(
+            f"centres has {len(centres)} classes; rank {group.rank} of {group.size} holds"
+            f" {sharding.length} of the {ranges.size}."
+        )
+    if target.is_floating_point():
+        raise ShapeError("target holds probabilities; a margin needs class indices.")
+    expect_criterion(criterion, None, ranges.size)
+    shape = torch.Size((len(input), ranges.size))
+    expect_target(target, shape, criterion, sharding)
