@@ -204,6 +204,8 @@ def _generate(
         show.echo_json(show.plan_json(plan, is_dry_run=dry_run, with_diff=with_diff))
     elif not plan.conflicts or dry_run:
         click.echo("dry run: nothing written" if dry_run else show.next_step(plan))
+        for line in show.left_lines(plan):
+            click.echo(line)
     if plan.conflicts and not dry_run:
         raise conflict_error(plan, _typed_command(request))
     if not dry_run:

@@ -7,9 +7,11 @@ shards, and of the divisions that do so, the one with the fewest collectives.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from torch import nn
 
@@ -26,12 +28,13 @@ _SPLITS: dict[type[nn.Module], dict[str, int]] = {
     nn.MultiheadAttention: {"heads": 0},
 }
 """How a layer of torch.nn can be divided, each with the dim of its weight that is cut."""
-_MAX_TRIALS = 400
+_MOST_TRIALS = 50
 _COLLECTIVE_COST = 0.02
 _SHARDS_WORTH = 0.05
 _GATHERED_WORTH = 0.25
 
 Try = Callable[[Division], Outcome]
+Ways: TypeAlias = "tuple[str | int | None, ...]"
 
 
 @dataclass(frozen=True)
@@ -86,20 +89,54 @@ def choose(
 def _search(
     items: Sequence[_Item], fixed: Mapping[str, str | int | None], try_out: Try
 ) -> tuple[Chosen | None, list[str]]:
-    total = sum(item.size for item in items) or 1
-    sizes = {item.path: item.size / total for item in items}
-    best: tuple[float, Chosen] | None = None
-    reasons: list[str] = []
-    for division in _divisions(items, fixed):
+    """The best of all divisions; of many, the one that item by item leads to."""
+    ways: list[Ways] = [
+        (fixed[item.path],) if item.path in fixed else (*item.ways, None)
+        for item in items
+    ]
+    search = _Search(items, try_out)
+    if math.prod(map(len, ways)) <= _MOST_TRIALS:
+        for combination in itertools.product(*ways):
+            search.visit(combination)
+        return search.best, search.reasons
+    current = [choices[-1] for choices in ways]
+    search.visit(current)
+    for place in [*range(len(items)), *range(len(items))]:
+        for way in ways[place]:
+            search.visit([*current[:place], way, *current[place + 1 :]])
+        current = list(search.best_ways) or current
+    return search.best, search.reasons
+
+
+class _Search:
+    """The trials made, and the best of them."""
+
+    def __init__(self, items: Sequence[_Item], try_out: Try) -> None:
+        self.items, self.try_out = items, try_out
+        total = sum(item.size for item in items) or 1
+        self.sizes = {item.path: item.size / total for item in items}
+        self.best: Chosen | None = None
+        self.best_ways: Ways = ()
+        self.best_worth = -math.inf
+        self.reasons: list[str] = []
+        self.visited: set[Ways] = set()
+
+    def visit(self, ways: Sequence[str | int | None]) -> None:
+        """Try the division in which each item goes its way, unless that was done."""
+        if tuple(ways) in self.visited:
+            return
+        self.visited.add(tuple(ways))
+        division = Division()
+        for item, way in zip(self.items, ways, strict=True):
+            division = item.into(division, way)
         try:
-            chosen = Chosen(division, try_out(division))
+            chosen = Chosen(division, self.try_out(division))
         except Rejected as error:
-            reasons.append(str(error))
-            continue
-        worth = _worth(chosen, sizes)
-        if best is None or worth > best[0] + 1e-9:
-            best = (worth, chosen)
-    return (best[1] if best else None), reasons
+            self.reasons.append(str(error))
+            return
+        worth = _worth(chosen, self.sizes)
+        if worth > self.best_worth + 1e-9:
+            self.best, self.best_ways, self.best_worth = chosen, tuple(ways), worth
 
 
 def _worth(chosen: Chosen, sizes: Mapping[str, float]) -> float:
@@ -111,30 +148,6 @@ def _worth(chosen: Chosen, sizes: Mapping[str, float]) -> float:
     outcome = chosen.outcome
     shards = outcome.num_shards / max(outcome.num_results, 1)
     return worth - _COLLECTIVE_COST * outcome.num_collectives + _SHARDS_WORTH * shards
-
-
-def _divisions(
-    items: Sequence[_Item], fixed: Mapping[str, str | int | None]
-) -> Iterator[Division]:
-    """Every division; where those are too many, items are left whole, the smallest first."""
-    ways: list[tuple[str | int | None, ...]] = [
-        (fixed[item.path],) if item.path in fixed else (*item.ways, None)
-        for item in items
-    ]
-    small_first = sorted(range(len(items)), key=lambda i: items[i].size)
-    for place in small_first:
-        count = 1
-        for one in ways:
-            count *= len(one)
-        if count <= _MAX_TRIALS:
-            break
-        if items[place].path not in fixed:
-            ways[place] = (None,)
-    for combination in itertools.product(*ways):
-        division = Division()
-        for item, way in zip(items, combination, strict=True):
-            division = item.into(division, way)
-        yield division
 
 
 def _modules(module: nn.Module) -> Iterator[_Item]:

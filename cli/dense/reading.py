@@ -10,9 +10,11 @@ import ast
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torchshard as ts
 from torch import nn
 
@@ -23,7 +25,7 @@ from .constructor import Constructor, read_constructor
 from .remarks import remarks
 from .sample import Sample, find_samples
 from .source import Method, carried_methods, free_names, imports_of
-from .trial import make_believe_group, try_out
+from .trial import Division, Rejected, make_believe_group, try_out
 
 _OURS = {
     "Any": "from typing import Any",
@@ -60,11 +62,41 @@ def read_dense(
     _expect_dense(owner)
     asked = parsed_shards(shards)
     constructor = read_constructor(owner)
-    samples = find_samples(owner, arguments, inputs)
+    with _one_thread():
+        return _read(owner, module, constructor, asked, (arguments, inputs))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute without threads, which cost more than small tensors take."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _read(
+    owner: type[nn.Module],
+    module: str,
+    constructor: Constructor,
+    asked: dict[str, int | None],
+    given: tuple[str, str],
+) -> dict[str, Any]:
+    samples = find_samples(owner, *given)
+    if not any(True for _ in samples[0].build(owner).parameters()):
+        raise UsageError(
+            f"{owner.__name__} has no parameters, so there is nothing to divide; it takes"
+            " shards as it is, as far as torchshard has rules for what it calls"
+        )
     methods, problem = _methods(owner)
     chosen = None
     if methods:
-        chosen = _chosen(owner, methods, samples, asked)
+        try:
+            chosen = _chosen(owner, methods, samples, asked)
+        except Rejected as error:
+            methods, problem = [], f"carried over, it does not run: {error}"
     return _as_json(
         owner, module, constructor, samples, methods, chosen, problem, asked
     )
@@ -153,11 +185,14 @@ def _chosen(
 ) -> Chosen:
     module = samples[0].build(owner)
     with make_believe_group() as group:
+        undivided = try_out(owner, methods, samples, Division(), group)
         return choose(
             module,
             asked,
             not _reads_all(methods),
-            lambda division: try_out(owner, methods, samples, division, group),
+            lambda division: try_out(
+                owner, methods, samples, division, group, undivided.shapes
+            ),
         )
 
 
@@ -183,7 +218,7 @@ def _as_json(
         else [text.stub(owner.__name__, problem)]
     )
     used = _used_products("\n".join(texts))
-    left = remarks(owner, modules[0], methods, chosen, problem)
+    left = remarks(samples[0], modules[0], methods, chosen, problem)
     imports = list(
         _imports(owner, module, constructor, methods, texts, used, bool(shards))
     )
@@ -323,11 +358,12 @@ def _imports(
     """Every import of the generated module, a name to a line."""
     names = _free_in_functions([*texts, text.sources(products, used)]) - set(_PRODUCTS)
     theirs: set[str] = set()
+    lines: set[str] = set()
     for method in methods:
-        theirs |= free_names(method.tree) & names
-    lines = set(
-        imports_of(theirs - {owner.__name__}, methods[0].module) if methods else ()
-    )
+        if method.module:
+            own = (free_names(method.tree) & names) - {owner.__name__}
+            lines |= set(imports_of(own, method.module))
+            theirs |= own
     lines |= set(imports_of(constructor.names - {owner.__name__}, constructor.module))
     if _postpones_annotations(owner):
         lines.add("from __future__ import annotations")
@@ -363,13 +399,19 @@ def _postpones_annotations(owner: type) -> bool:
     )
 
 
+def _taken_over(name: str) -> str:
+    if name.isidentifier():
+        return f"self.{name} = dense.{name}"
+    return f'self.add_module("{name}", dense.get_submodule("{name}"))'
+
+
 def _attributes(
     modules: Sequence[nn.Module], methods: Sequence[Method], shards: Iterable[str]
 ) -> list[str]:
     """The lines that take over what the dense module holds, apart from the shards."""
     module = modules[0]
     kept = [*module._modules, *module._parameters]
-    lines = [f"self.{name} = dense.{name}" for name in kept if name not in shards]
+    lines = [_taken_over(name) for name in kept if name not in shards]
     for name in module._buffers:
         is_kept = name not in module._non_persistent_buffers_set
         options = "" if is_kept else ", persistent=False"

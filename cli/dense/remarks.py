@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .carry import place_of
 from .choice import Chosen
+from .sample import Sample
 from .source import Method
 
 _LONGEST = 60
 
 
 def remarks(
-    owner: type[nn.Module],
+    sample: Sample,
     module: nn.Module,
     methods: Sequence[Method],
     chosen: Chosen | None,
@@ -28,6 +30,7 @@ def remarks(
         *_undivided(module, chosen),
         *_gathered(methods, chosen),
         *_dropout(module),
+        *_output(module(*sample.draw())),
     ]
 
 
@@ -70,3 +73,14 @@ def _dropout(module: nn.Module) -> Iterator[str]:
                 f"{path} drops with p={part.p}, which no argument turns off: the cases of the"
                 " test compare different random masks; add such an argument"
             )
+
+
+def _output(output: Any) -> Iterator[str]:
+    """What the test does not compare."""
+    values = output if isinstance(output, tuple) else (output,)
+    others = {type(value).__name__ for value in values if not isinstance(value, Tensor)}
+    for kind in sorted(others - {"NoneType"}):
+        yield (
+            f"forward returns a {kind}, of which the test compares nothing: it compares"
+            " tensors and tuples of them"
+        )

@@ -124,6 +124,7 @@ def find_samples(owner: type[nn.Module], arguments: str, inputs: str) -> list[Sa
         except Exception as error:  # a constructor can run anything
             problem = f"{owner.__name__}({sample.arguments}) failed: {_said(error)}"
             continue
+        _expect_eager(module)
         found = _with_inputs(owner, module, sample, inputs)
         if found:
             return [found[0], *_variants(owner, found)]
@@ -135,6 +136,15 @@ def find_samples(owner: type[nn.Module], arguments: str, inputs: str) -> list[Sa
     )
 
 
+def _expect_eager(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise UsageError(
+                f"{name} belongs to a lazy layer: its shape is not known before that has"
+                " run; use the class that it becomes, and say its sizes"
+            )
+
+
 def _said(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
@@ -142,12 +152,14 @@ def _said(error: BaseException) -> str:
 
 def _guesses(owner: type[nn.Module]) -> Iterator[Sample]:
     """Arguments to try, the most telling sizes first."""
+    takes_arguments = owner.__init__ is not nn.Module.__init__
     for pool in _POOLS:
         sizes = iter(pool * 4)
         args: list[Any] = []
         options: dict[str, Any] = {}
-        parameters = inspect.signature(owner).parameters.values()
-        for parameter in parameters:
+        for parameter in inspect.signature(owner).parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL and takes_arguments:
+                args += pool[:3]
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             value = _guess(parameter, sizes)

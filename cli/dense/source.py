@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor, nn
+
 from ..errors import UsageError
 
 
@@ -23,7 +25,7 @@ class Method:
         text: Its source, decorators included, not indented.
         tree: The source, parsed.
         scope: The globals that it sees.
-        module: Name of the module that it is written in.
+        module: Name of the module that it is written in; empty if it is our own text.
     """
 
     name: str
@@ -55,6 +57,22 @@ class Method:
         return args[0].arg if args and not is_static else ""
 
 
+_SEQUENCE = """\
+def forward(self, input: Tensor) -> Tensor:
+    for module in self._modules.values():
+        input = module(input)
+    return input
+"""
+"""What nn.Sequential computes, for a class that cannot be iterated over as one."""
+
+
+def _in_sequence() -> Method:
+    tree = ast.parse(_SEQUENCE).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    scope = {"Tensor": Tensor}
+    return Method("forward", _SEQUENCE, tree, scope, "")
+
+
 def method_of(owner: type, name: str) -> Method:
     """The method `name` of the class `owner`, wherever in its bases it is written.
 
@@ -62,6 +80,8 @@ def method_of(owner: type, name: str) -> Method:
         UsageError: If its source cannot be read.
     """
     found = inspect.getattr_static(owner, name)
+    if found is nn.Sequential.forward:
+        return _in_sequence()
     function = _function(found)
     where = f"{owner.__name__}.{name}"
     try:

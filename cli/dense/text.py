@@ -57,24 +57,35 @@ def sources(module: ModuleType, names: Iterable[str]) -> str:
 
 def method(code: str, lines: Sequence[str]) -> str:
     """A method of the generated class: `code` with `lines` in front of its first statement."""
-    tree = ast.parse(code).body[0]
-    assert isinstance(tree, ast.FunctionDef)
-    code = (
-        code.replace("def forward(", "def local_forward(", 1)
-        if tree.name == "forward"
-        else code
-    )
-    body = tree.body
-    first = body[1] if ast.get_docstring(tree) and len(body) > 1 else body[0]
+    if _shares_a_line(code):
+        code = ast.unparse(ast.parse(code)) + "\n"
+    tree = _function(code)
+    first = tree.body[0]
+    if ast.get_docstring(tree) and len(tree.body) > 1:
+        first = tree.body[1]
     rows = code.splitlines(keepends=True)
     place = first.lineno - 1
-    while place and rows[place - 1].lstrip().startswith("#"):
+    while rows[place - 1].lstrip().startswith("#"):
         place -= 1
-    indent = " " * first.col_offset
-    given = [f"{textwrap.indent(line, indent)}\n" for line in lines]
+    given = [f"{textwrap.indent(line, ' ' * first.col_offset)}\n" for line in lines]
     code = "".join([*rows[:place], *given, *rows[place:]])
-    whole = formatted(f"class A:\n{textwrap.indent(code, '    ')}")
-    return whole.partition("\n")[2].strip("\n")
+    if tree.name == "forward":
+        code = code.replace("def forward(", "def local_forward(", 1)
+    in_class = formatted(f"class A:\n{textwrap.indent(code, '    ')}")
+    return in_class.partition("\n")[2].strip("\n")
+
+
+def _function(code: str) -> ast.FunctionDef:
+    tree = ast.parse(code).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    return tree
+
+
+def _shares_a_line(code: str) -> bool:
+    """Whether the first statement stands behind the colon of the `def`."""
+    first = _function(code).body[0]
+    line = code.splitlines()[first.lineno - 1].encode()
+    return bool(line[: first.col_offset].strip())
 
 
 def own_shard(local: str, shard: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ from torchshard.tensor import whole, whole_shape
 from . import products
 from .carry import Change, Place, operands, place_of
 from .sample import Sample, tensors_in
-from .source import Method
+from .source import Method, is_code
 
 SIZE = 2
+Shapes: TypeAlias = "dict[tuple[str, Place], list[torch.Size | None]]"
 
 
 class Rejected(Exception):
@@ -58,6 +59,7 @@ class Outcome:
         num_shards: How many of those were shards.
         gathered: The parameters of its own that are gathered before they are used.
         storages: Where the shards of those lie in memory.
+        shapes: What each operation gave, in turn: the whole shapes.
     """
 
     changes: dict[str, dict[Place, Change]] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class Outcome:
     num_shards: int = 0
     gathered: set[str] = field(default_factory=set)
     storages: dict[str, int] = field(default_factory=dict)
+    shapes: Shapes = field(default_factory=dict)
 
     def note(self, result: Any) -> Any:
         """Count the result of an operation, and return it."""
@@ -93,14 +96,24 @@ def try_out(
     samples: Sequence[Sample],
     division: Division,
     group: ts.ShardGroup,
+    expected: Shapes | None = None,
 ) -> Outcome:
     """Run every sample, divided so.
+
+    Args:
+        owner: The dense class.
+        methods: Those to carry over.
+        samples: How it is built and called.
+        division: What is divided, and how.
+        group: The group of two.
+        expected: The shapes that a trial without any division gave. An operation that gives
+            another one has lost the mark of a shard.
 
     Raises:
         Rejected: If it does not run, or its output has not the shape of the dense one.
     """
     outcome = Outcome({method.name: {} for method in methods})
-    kind = _trial_class(methods, division, outcome)
+    kind = _trial_class(owner, methods, division, outcome, expected or {})
     for sample in samples:
         try:
             with _counted(outcome):
@@ -132,7 +145,7 @@ def _run(
 
 
 def _built(
-    kind: type[ts.ParallelLayer],
+    kind: Any,
     dense: nn.Module,
     division: Division,
     group: ts.ShardGroup,
@@ -144,11 +157,13 @@ def _built(
     ts.parallelize(dense, present, group=group)
     for path in present:
         _guard(dense.get_submodule(path))
-    layer = kind(group)
+    layer: ts.ParallelLayer = kind(group)
     held = [*dense._parameters, *dense._buffers, *dense._modules]
     for name, value in vars(dense).items():
         if not name.startswith("_") and name != "training":
             layer.__dict__[name] = value
+    for name in kind.class_values:
+        layer.__dict__.setdefault(name, getattr(dense, name))
     for name in held:
         if name not in division.parameters:
             setattr(layer, name, getattr(dense, name))
@@ -217,13 +232,27 @@ def _counted(outcome: Outcome) -> Iterator[None]:
         ops.move = move  # type: ignore[attr-defined]  # as above
 
 
+def _class_values(owner: type[nn.Module]) -> set[str]:
+    """The attributes of the class itself that are no code, `nn.Module`'s own left out."""
+    names = {name for base in owner.__mro__ for name in vars(base)} - set(
+        dir(nn.Module)
+    )
+    return {name for name in names if not is_code(owner, name)}
+
+
 def _trial_class(
-    methods: Sequence[Method], division: Division, outcome: Outcome
+    owner: type[nn.Module],
+    methods: Sequence[Method],
+    division: Division,
+    outcome: Outcome,
+    expected: Shapes,
 ) -> type[ts.ParallelLayer]:
     """A layer whose operations all pass through `_Sites`."""
-    members: dict[str, Any] = {}
+    names = {name for method in methods for name in method.own_reads}
+    values = {name for name in names if name in _class_values(owner)}
+    members: dict[str, Any] = {"class_values": values}
     for method in methods:
-        sites = _Sites(outcome, method)
+        sites = _Sites(outcome, method, expected)
         tree = _Instrumented(method, division.parameters).visit(
             ast.parse(method.text).body[0]
         )
@@ -351,8 +380,10 @@ def _without_slices(index: ast.expr) -> ast.expr:
 class _Sites:
     """The operations of one method: what is done to each."""
 
-    def __init__(self, outcome: Outcome, method: Method) -> None:
+    def __init__(self, outcome: Outcome, method: Method, expected: Shapes) -> None:
         self.outcome = outcome
+        self.name = method.name
+        self.expected = expected
         self.changes = outcome.changes[method.name]
         self.nodes = {
             place_of(node): node
@@ -385,9 +416,10 @@ class _Sites:
     ) -> Any:
         change = self.changes.get(place)
         try:
-            return self._counted(
-                _done(change, function, method, args, named), args, change
-            )
+            if change is None and _is_opaque(function) and _has_shard(args):
+                raise ts.errors.ShardedOpError(f"{function} does not know of shards.")
+            result = _done(change, function, method, args, named)
+            return self._counted(place, result, args, change)
         except Rejected:
             raise
         except (
@@ -399,16 +431,25 @@ class _Sites:
         for other in self._others(place, function, method, args, named, change):
             try:
                 result = _done(other, function, method, args, named)
+                result = self._counted(place, result, args, other)
             except Rejected:
                 raise
             except Exception:  # the next one may do
                 continue
             self.changes[place] = other
-            return self._counted(result, args, other)
+            return result
         raise Rejected(str(last)) from last
 
-    def _counted(self, result: Any, args: Sequence[Any], change: Change | None) -> Any:
+    def _counted(
+        self, place: Place, result: Any, args: Sequence[Any], change: Change | None
+    ) -> Any:
         """Note what the operation gave, and which parameters it gathered itself."""
+        seen = self.outcome.shapes.setdefault((self.name, place), [])
+        shape = whole_shape(result) if isinstance(result, Tensor) else None
+        before = self.expected.get((self.name, place), [])
+        if len(seen) < len(before) and before[len(seen)] != shape:
+            raise ts.errors.ShapeError("The result is not the whole one's.")
+        seen.append(shape)
         if change is not None and change.kind == "gather":
             for name, storage in self.outcome.storages.items():
                 if any(_is_view(arg, storage) for arg in args):
@@ -447,6 +488,16 @@ class _Sites:
                 gathered.add(f"{one}*")
         if before is None or before.kind == "gather":
             yield Change("gather", gathered=tuple(sorted(gathered, key=str)))
+
+
+def _is_opaque(function: Any) -> bool:
+    """Whether a function computes with the memory of its tensors, past their types."""
+    if isinstance(function, torch.jit.ScriptFunction | torch.jit.ScriptModule):
+        return True
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return True
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
 
 
 def _is_view(value: Any, storage: int) -> bool:
@@ -488,7 +539,7 @@ def _done(
     product = getattr(products, change.kind)
     options = {} if change.at is None else {"at": change.at}
     if not change.function:
-        return product(*args, **options)
+        return product(*args, **named, **options)
     plain = getattr(torch, method, function) if method else function
     return product(
         torch.matmul if plain is operator.matmul else plain, *args, **options
@@ -527,7 +578,13 @@ def product_for(
     if name == "normalize" and is_plain:
         return _normalize(name, args, **named)
     find = _PRODUCTS.get(name)
-    return None if find is None or named or not is_plain else find(name, args)
+    if find is None or not is_plain or not named.keys() <= _LOCAL_OPTIONS:
+        return None
+    return find(name, args)
+
+
+_LOCAL_OPTIONS = {"padding", "stride", "dilation", "p"}
+"""Keywords that do not touch the sharded dim."""
 
 
 _OPERAND = Tensor | str | int | float
