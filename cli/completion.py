@@ -33,7 +33,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     Commands, options, the names of templates and layers, and `--set key=value` complete.
 
     \b
-    Install it, for bash 4.4 or later:
+    Examples, which install it. For bash 4.4 or later:
       echo 'source <(torchshard completion bash)' >> ~/.bashrc
     For zsh, below `compinit`:
       echo 'source <(torchshard completion zsh)' >> ~/.zshrc

@@ -53,7 +53,14 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 )
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Slice PyTorch layers over ranks; generate, check and prove new ones."""
+    """Slice PyTorch layers over ranks; generate, check and prove new ones.
+
+    \b
+    Examples:
+      torchshard new-layer ParallelEmbedding
+      torchshard verify parallel_embedding:ParallelEmbedding
+      torchshard check
+    """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
     ctx.color = False if os.environ.get("NO_COLOR") else None
     ctx.obj = Catalogue(ctx.obj or bundled_templates()).in_project(Path())
 

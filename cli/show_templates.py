@@ -59,6 +59,8 @@ def _default(option: Option) -> str:
 def _example(template: Template) -> str:
     """A command that works, with a choice that is none of the defaults if there is one."""
     words = ["torchshard", "new-layer", template.class_name]
+    if template.needs_reading:
+        return shlex.join([*words, "--from", "my_model:Layer"])
     words += ["-t", template.source or template.name]
     for option in template.options.values():
         other = [value for value in option.listed if value != option.default]

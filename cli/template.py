@@ -64,6 +64,12 @@ class Template:
         return any(name.startswith(f"{HOOKS}/") for name in self.files)
 
     @property
+    def needs_reading(self) -> bool:
+        """Whether it renders what `new-layer --from` reads, and nothing without that."""
+        files = self.files.values()
+        return any(b"cookiecutter._reading" in file.content for file in files)
+
+    @property
     def overridden(self) -> list[str]:
         """Of a bundled template, the files that the project replaces."""
         if self.origin != BUNDLED:

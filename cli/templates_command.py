@@ -104,7 +104,14 @@ def templates_new(catalogue: Catalogue, name: str, base: str) -> None:
       torchshard templates new mine --from https://example.org/theirs.git
     """  # noqa: D301  # as above
     check_template_name(name, catalogue)
-    files = copied_files(catalogue.read(base), name)
+    template = catalogue.read(base)
+    if template.needs_reading:
+        raise UsageError(
+            f"template '{base}' is rendered by `torchshard new-layer --from` alone, so a "
+            f"copy would be by nothing; change files of it: torchshard templates "
+            f"override {base} FILE"
+        )
+    files = copied_files(template, name)
     folder = _own(catalogue) / name
     with alone_in(_root(catalogue)):
         write_folder(folder, {path: file.content for path, file in files.items()})

@@ -76,6 +76,11 @@ def _chosen(catalogue: Catalogue, name: str | None) -> list[Template]:
     chosen = [catalogue.pick(name)] if name else [catalogue.load(one) for one in names]
     for template in chosen:
         require_trust(template)
+        if template.needs_reading:
+            raise UsageError(
+                f"template '{template.name}' renders what `torchshard new-layer NAME "
+                "--from MODULE:CLASS` reads; generate a layer and run its test"
+            )
     return chosen
 
 

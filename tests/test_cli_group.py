@@ -8,6 +8,7 @@ import sys
 import pytest
 from cli_project import Project, write
 from torchshard_cli.catalogue import bundled_templates
+from torchshard_cli.main import main
 
 RUN = [sys.executable, "-m", "torchshard_cli"]
 
@@ -83,3 +84,21 @@ def test_a_reader_that_left_is_no_error(project):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def commands(command, words=()):
+    """Every command below `command` with the words that lead to it."""
+    yield words, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*words, name))
+
+
+@pytest.mark.parametrize(
+    "words", [words for words, _ in commands(main)], ids=lambda words: " ".join(words)
+)
+def test_the_help_of_every_command_has_examples(project, words):
+    """Below the word Example stands at least one line that begins with the program."""
+    shown = project.run(*words, "--help").output
+    _, found, below = shown.partition("Example")
+    assert found
+    assert "torchshard" in below.partition("Options:")[0]

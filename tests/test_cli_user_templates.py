@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cli_project import LAYER, MODULE_PATH, TEST_PATH, Project, write, write_template
 from torchshard_cli import new_template, trial
-from torchshard_cli.catalogue import Catalogue
+from torchshard_cli.catalogue import Catalogue, bundled_templates
 from torchshard_cli.lock import read_lock
 from torchshard_cli.source import source_name, without_secret
 
@@ -706,6 +706,18 @@ class TestTest:
         """By its path, with trust."""
         assert self.run(mine, "../theirs").exit_code == 4
         assert self.run(mine, "../theirs", "--trust").exit_code == 0
+
+
+def test_the_template_of_dense_classes_is_told_apart(project):
+    """It renders what was read, so it can be neither tried nor copied by itself."""
+    project.templates = bundled_templates()
+    said = stderr_of(project, "templates", "test", "dense", exit_code=2)
+    assert "renders what `torchshard new-layer NAME --from MODULE:CLASS` reads" in said
+    words = ("templates", "new", "mine", "--from", "dense")
+    said = stderr_of(project, *words, exit_code=2)
+    assert said.endswith("torchshard templates override dense FILE\n")
+    shown = project.run("templates", "show", "dense").output
+    assert "torchshard new-layer ParallelDense --from my_model:Layer\n" in shown
 
 
 def test_a_name_that_lies_here_is_told_from_a_path(project):
