@@ -220,7 +220,8 @@ def _generate(
 
 
 def _show_plan(plan: Plan, *, with_diff: bool) -> None:
-    reason = f"   ({plan.reason}; -t to change)" if plan.reason else ""
+    change = "" if plan.layer.reading else "; -t to change"
+    reason = f"   ({plan.reason}{change})" if plan.reason else ""
     click.echo(f"template {plan.layer.template}{reason}")
     for line in show.plan_lines(plan.root, plan.entries):
         click.echo(line)

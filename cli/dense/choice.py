@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..names import did_you_mean
-from .trial import Division, Outcome, Rejected
+from .division import Division, Outcome, Rejected
 
 _SPLITS: dict[type[nn.Module], dict[str, int]] = {
     nn.Linear: {"column": 0, "row": 1},

@@ -4,14 +4,11 @@ The lock keeps it, so that neither `check` nor `update` imports a person's modul
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
-import sys
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,26 +19,27 @@ from ..errors import UsageError
 from . import carry, products, text
 from .choice import Chosen, choose, parsed_shards
 from .constructor import Constructor, read_constructor
+from .declaration import attributes, axes, divided, first_dims, held, shard, typical
+from .division import Division, Rejected
+from .imports import OURS, PRODUCTS, imports, is_local, used_products
 from .remarks import remarks
 from .sample import Sample, find_samples
-from .source import Method, carried_methods, free_names, imports_of
-from .trial import Division, Rejected, make_believe_group, try_out
+from .source import Method, carried_methods
+from .trial import make_believe_group, try_out
 
-_OURS = {
-    "Any": "from typing import Any",
-    "Callable": "from collections.abc import Callable",
-    "F": "import torch.nn.functional as F",
-    "GroupLike": "from torchshard.distributed import GroupLike",
-    "Tensor": "from torch import Tensor",
-    "collectives": "from torchshard.distributed import collectives",
-    "copy": "from torchshard.distributed import copy",
-    "operator": "import operator",
-    "reduce": "from torchshard.distributed import reduce",
-    "torch": "import torch",
-    "ts": "import torchshard as ts",
-    "whole": "from torchshard.tensor import whole",
-}
-"""What the names in generated code mean."""
+
+@dataclass(frozen=True)
+class _Found:
+    """All that was read of a class; without `chosen`, `problem` says why."""
+
+    owner: type[nn.Module]
+    module: str
+    constructor: Constructor
+    samples: Sequence[Sample]
+    methods: Sequence[Method]
+    chosen: Chosen | None
+    problem: str
+    is_asked: bool
 
 
 def read_dense(
@@ -98,7 +96,9 @@ def _read(
         except Rejected as error:
             methods, problem = [], f"carried over, it does not run: {error}"
     return _as_json(
-        owner, module, constructor, samples, methods, chosen, problem, asked
+        _Found(
+            owner, module, constructor, samples, methods, chosen, problem, bool(asked)
+        )
     )
 
 
@@ -139,7 +139,7 @@ def _expect_carriable(method: Method) -> None:
         for node in ast.walk(method.tree)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    taken = bound & (set(_OURS) | set(_PRODUCTS))
+    taken = bound & (set(OURS) | set(PRODUCTS))
     if taken:
         raise UsageError(
             f"{method.name} has a variable '{min(taken)}', which generated code uses for"
@@ -196,125 +196,64 @@ def _chosen(
         )
 
 
-def _as_json(
-    owner: type[nn.Module],
-    module: str,
-    constructor: Constructor,
-    samples: Sequence[Sample],
-    methods: Sequence[Method],
-    chosen: Chosen | None,
-    problem: str,
-    asked: dict[str, int | None],
-) -> dict[str, Any]:
+def _as_json(found: _Found) -> dict[str, Any]:
+    owner, samples, chosen = found.owner, found.samples, found.chosen
     modules = [sample.build(owner) for sample in samples]
-    parameters = chosen.division.parameters if chosen else _first_dims(modules[0])
+    parameters = chosen.division.parameters if chosen else first_dims(modules[0])
     shards = [
-        _shard(name, dim, modules, constructor, samples[0])
+        shard(name, dim, modules, found.constructor, samples[0])
         for name, dim in parameters.items()
     ]
-    texts = (
-        [_method_text(one, chosen, shards) for one in methods]
-        if chosen
-        else [text.stub(owner.__name__, problem)]
-    )
-    used = _used_products("\n".join(texts))
-    left = remarks(samples[0], modules[0], methods, chosen, problem)
-    imports = list(
-        _imports(owner, module, constructor, methods, texts, used, bool(shards))
-    )
-    optional = [one for one in shards if one["is_optional"]]
-    typical = next((one["name"] for one in shards if one not in optional), "")
+    left = remarks(samples[0], modules[0], found.methods, chosen, found.problem)
     return {
-        "attributes": _attributes(modules, methods, parameters),
-        "axes": list(_axes(shards)),
-        "build": text.fitted(f"dense = {owner.__name__}(", constructor.call, ")", 8),
-        "cases": [text.case(owner.__name__, sample) for sample in samples],
+        "attributes": attributes(modules, found.methods, parameters),
+        "axes": list(axes(shards)),
         "dense": owner.__name__,
-        "divided": _divided(chosen),
-        "held": list(_held(modules[0], chosen, parameters)) or ["nothing: it has none"],
-        "imports": text.import_blocks(imports, _is_local),
-        "inputs": sorted(
-            {type(x).__name__ for one in samples for x in one.inputs if _is_drawn(x)}
-        ),
-        "is_local": _is_local(module),
+        "divided": divided(chosen),
+        "held": list(held(modules[0], chosen, parameters)),
         "left": text.wrapped(left),
-        "methods": texts,
-        "module": module,
-        "products": text.sources(products, used),
         "remarks": left,
-        "rule": "as asked for"
-        if asked
-        else "by rule: as much as possible\n    is computed with in shards, and of the ways to do so the one with the fewest\n    collectives is taken",
+        "rule": text.rule(is_asked=found.is_asked),
         "shards": shards,
-        "signature": text.fitted(
-            "def __init__(", ["self", *constructor.parameters], ") -> None:", 4
-        ),
-        "typical": typical or "weight",
+        "typical": typical(shards),
+        **_code(found, shards),
+        **_test(found),
     }
 
 
-def _divided(chosen: Chosen | None) -> str:
-    """The call that divides the layers of torch.nn inside."""
-    if chosen is None or not chosen.division.modules:
-        return ""
-    plan = [f'"{path}": "{split}"' for path, split in chosen.division.modules.items()]
-    line = f"ts.parallelize(dense, {{{', '.join(plan)}}}, group=self.group)"
-    if len(line) + 8 <= text.WIDTH:
-        return f"        {line}"
-    middle = f"            dense, {{{', '.join(plan)}}}, group=self.group"
-    if len(middle) <= text.WIDTH:
-        return f"        ts.parallelize(\n{middle}\n        )"
-    rows = "".join(f"                {one},\n" for one in plan)
-    return (
-        "        ts.parallelize(\n            dense,\n            {\n"
-        f"{rows}            }},\n            group=self.group,\n        )"
+def _code(found: _Found, shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The code of the layer: its imports, its constructor's call, its methods."""
+    name, constructor = found.owner.__name__, found.constructor
+    texts = [text.stub(name, found.problem)]
+    if found.chosen:
+        texts = [_method_text(one, found.chosen, shards) for one in found.methods]
+    used = used_products("\n".join(texts))
+    lines = imports(
+        found.owner, found.module, constructor, found.methods, texts, used, bool(shards)
     )
+    taken = ["self", *constructor.parameters]
+    return {
+        "build": text.fitted(f"dense = {name}(", constructor.call, ")", 8),
+        "imports": text.import_blocks(lines, is_local),
+        "methods": texts,
+        "products": text.sources(products, used),
+        "signature": text.fitted("def __init__(", taken, ") -> None:", 4),
+    }
 
 
-def _axes(shards: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Each axis once, with a parameter that tells its size; one that is always there."""
-    names = list(dict.fromkeys(one["axis"] for one in shards))
-    for name in names:
-        holders = [one for one in shards if one["axis"] == name]
-        holder = min(holders, key=lambda one: one["is_optional"])
-        yield {"name": name, "of": holder["name"], "dim": holder["dim"]}
+def _test(found: _Found) -> dict[str, Any]:
+    """The code of the test: what it compares with, and its cases."""
+    fed = [value for sample in found.samples for value in sample.inputs]
+    return {
+        "cases": [text.case(found.owner.__name__, one) for one in found.samples],
+        "inputs": sorted({type(value).__name__ for value in fed if _is_drawn(value)}),
+        "is_local": is_local(found.module),
+        "module": found.module,
+    }
 
 
 def _is_drawn(value: Any) -> bool:
     return type(value).__name__ in ("Floats", "Integers")
-
-
-def _is_local(module: str) -> bool:
-    """Whether a module belongs to the project and not to what is installed."""
-    top = module.partition(".")[0]
-    if top in sys.stdlib_module_names or top in ("torch", "torchshard"):
-        return False
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return "site-packages" not in Path(file).parts
-
-
-def _first_dims(module: nn.Module) -> dict[str, int]:
-    """For a layer without a forward yet: dim 0 of every parameter of its own."""
-    named = module.named_parameters(recurse=False)
-    return {name: 0 for name, parameter in named if parameter.dim()}
-
-
-def _shard(
-    name: str,
-    dim: int,
-    modules: Sequence[nn.Module],
-    constructor: Constructor,
-    sample: Sample,
-) -> dict[str, Any]:
-    tensors = [getattr(module, name, None) for module in modules]
-    size = tensors[0].shape[dim] if tensors[0] is not None else 0
-    return {
-        "name": name,
-        "dim": dim,
-        "axis": constructor.name_of(size, sample) or f"{name}_{dim}",
-        "is_optional": any(tensor is None for tensor in tensors),
-        "is_frozen": any(one is not None and not one.requires_grad for one in tensors),
-    }
 
 
 def _method_text(
@@ -328,122 +267,3 @@ def _method_text(
         text.own_shard(carry.local_name(method, one["name"]), one) for one in reads
     ]
     return text.method(changed, lines)
-
-
-def _used_products(code: str) -> list[str]:
-    """The functions of `products` that `code` calls, and those that they call."""
-    found: set[str] = set()
-    waiting = [name for name in _PRODUCTS if f"{name}(" in code]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            names = free_names(ast.parse(text.sources(products, [name])))
-            waiting += [other for other in _PRODUCTS if other in names]
-    return [name for name in _PRODUCTS if name in found]
-
-
-_PRODUCTS = ("on_shards", "summed", "row_linear", "lookup", "embedding", "_own")
-
-
-def _imports(
-    owner: type,
-    module: str,
-    constructor: Constructor,
-    methods: Sequence[Method],
-    texts: Sequence[str],
-    used: Sequence[str],
-    has_shards: bool,
-) -> Iterator[str]:
-    """Every import of the generated module, a name to a line."""
-    names = _free_in_functions([*texts, text.sources(products, used)]) - set(_PRODUCTS)
-    theirs: set[str] = set()
-    lines: set[str] = set()
-    for method in methods:
-        if method.module:
-            own = (free_names(method.tree) & names) - {owner.__name__}
-            lines |= set(imports_of(own, method.module))
-            theirs |= own
-    lines |= set(imports_of(constructor.names - {owner.__name__}, constructor.module))
-    if _postpones_annotations(owner):
-        lines.add("from __future__ import annotations")
-    needed = (names - theirs) | ({"Tensor"} if has_shards else set())
-    for name in needed | {"ts", "GroupLike", "collectives"}:
-        if name in _OURS:
-            lines.add(_OURS[name])
-    lines.add(f"from {module} import {owner.__name__}")
-    meanings: dict[str, str] = {}
-    for line in sorted(lines):
-        name = line.split()[-1]
-        if meanings.setdefault(name, line) != line:
-            raise UsageError(
-                f"'{name}' would have two meanings in the generated file: {meanings[name]},"
-                f" and {line}. Rename it in {owner.__name__}"
-            )
-    yield from sorted(lines)
-
-
-def _free_in_functions(codes: Iterable[str]) -> set[str]:
-    """The names that the functions in some pieces of code take from outside."""
-    found: set[str] = set()
-    for code in codes:
-        for node in ast.parse(textwrap.dedent(code)).body:
-            found |= free_names(node)
-    return found
-
-
-def _postpones_annotations(owner: type) -> bool:
-    return (
-        getattr(sys.modules[owner.__module__], "annotations", None)
-        is __future__.annotations
-    )
-
-
-def _taken_over(name: str) -> str:
-    if name.isidentifier():
-        return f"self.{name} = dense.{name}"
-    return f'self.add_module("{name}", dense.get_submodule("{name}"))'
-
-
-def _attributes(
-    modules: Sequence[nn.Module], methods: Sequence[Method], shards: Iterable[str]
-) -> list[str]:
-    """The lines that take over what the dense module holds, apart from the shards."""
-    module = modules[0]
-    kept = [*module._modules, *module._parameters]
-    lines = [_taken_over(name) for name in kept if name not in shards]
-    for name in module._buffers:
-        is_kept = name not in module._non_persistent_buffers_set
-        options = "" if is_kept else ", persistent=False"
-        lines.append(f'self.register_buffer("{name}", dense.{name}{options})')
-    held = {*module._modules, *module._parameters, *module._buffers}
-    reads = {name for method in methods for name in method.own_reads}
-    carried = {method.name for method in methods}
-    for name in sorted(reads - held - carried):
-        is_ours = hasattr(nn.Module, name) or name in ("training", "forward")
-        if hasattr(module, name) and not is_ours:
-            lines.append(f"self.{name} = dense.{name}")
-    return lines
-
-
-def _held(
-    module: nn.Module, chosen: Chosen | None, parameters: Mapping[str, int]
-) -> Iterator[str]:
-    """What each rank holds of every parameter, a line to each."""
-    divided = chosen.division.modules if chosen else {}
-    rows = []
-    for name, parameter in module.named_parameters():
-        path = next((one for one in divided if name.startswith(f"{one}.")), None)
-        how = "whole"
-        if name in parameters:
-            how = f"a part of dim {parameters[name]}"
-        elif path is not None:
-            how = f"as a layer divided by {divided[path]}"
-        if chosen and name in chosen.outcome.gathered:
-            how += ", gathered where it is used"
-        if name not in parameters and path is None and not parameter.requires_grad:
-            how += ", frozen"
-        rows.append((name, how))
-    width = max((len(name) for name, _ in rows), default=0)
-    for name, how in rows:
-        yield f"{name:{width}}  {how}"
