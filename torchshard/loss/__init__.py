@@ -1,5 +1,6 @@
 """Losses of logits whose classes are divided over ranks."""
 
+from torchshard.loss.accuracy import parallel_accuracy, parallel_topk
 from torchshard.loss.criterion import Criterion, Reduction
 from torchshard.loss.cross_entropy import parallel_cross_entropy
 from torchshard.loss.linear_cross_entropy import (
@@ -25,8 +26,10 @@ __all__ = [
     "linear_cross_entropy_of_shard",
     "margin_cross_entropy",
     "margin_cross_entropy_of_shard",
+    "parallel_accuracy",
     "parallel_cross_entropy",
     "parallel_linear_cross_entropy",
     "parallel_margin_cross_entropy",
+    "parallel_topk",
     "step_in_backward",
 ]

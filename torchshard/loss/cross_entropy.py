@@ -123,7 +123,7 @@ def parallel_cross_entropy(
             label_smoothing=label_smoothing,
         )
     criterion = Criterion(ignore_index, reduction, label_smoothing, lse_square_scale)
-    sharding = _class_sharding(input)
+    sharding = class_sharding(input)
     _check(input, target, weight, criterion, sharding)
     local = input.to_local() if isinstance(input, ShardedTensor) else input
     row_loss, lse, columns = _row_losses(
@@ -143,7 +143,7 @@ def _cross_entropy(
     return parallel_cross_entropy(*args, **kwargs)
 
 
-def _class_sharding(input: Tensor) -> Sharding:
+def class_sharding(input: Tensor) -> Sharding:
     """Return how the classes are spread; a plain tensor has them all."""
     if isinstance(input, ShardedTensor):
         return input.sharding
@@ -159,14 +159,20 @@ def _check(
     sharding: Sharding,
 ) -> None:
     """Check everything before the collective; all of it is alike on every rank."""
-    shape = whole_shape(input)
-    class_dim = 0 if len(shape) == 1 else 1
-    if sharding.dim != class_dim or not sharding.ranges.is_contiguous:
-        raise mixes(
-            "cross_entropy", sharding, f"needs the classes, dim {class_dim}, sharded"
-        )
+    expect_class_dim("cross_entropy", input, sharding)
     expect_criterion(criterion, weight, sharding.ranges.size)
-    expect_target(target, shape, criterion, sharding)
+    expect_target(target, whole_shape(input), criterion, sharding)
+
+
+def expect_class_dim(name: str, input: Tensor, sharding: Sharding) -> None:
+    """Check that it is the classes that are sharded, and each rank has a range of them.
+
+    Raises:
+        ShardedOpError: If not; `name` is the function that needs it.
+    """
+    class_dim = 0 if input.dim() == 1 else 1
+    if sharding.dim != class_dim or not sharding.ranges.is_contiguous:
+        raise mixes(name, sharding, f"needs the classes, dim {class_dim}, sharded")
 
 
 def _row_losses(

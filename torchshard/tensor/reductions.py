@@ -287,11 +287,38 @@ def _whole_topk(x: ShardedTensor, k: int, largest: bool) -> Any:
     sharding, local = x.sharding, x.to_local()
     dim, group = sharding.dim, sharding.group
     num_best = [min(k, length) for length in sharding.ranges.lengths]
-    values, places = local.topk(num_best[group.rank], dim, largest)
+    values, places = first_topk(local, num_best[group.rank], dim, largest)
     candidates = ranges_of_lengths(num_best)
     all_values, all_indices = _candidates(values, places, candidates, sharding)
-    best, order = all_values.topk(k, dim, largest)
-    return torch.return_types.topk((best, all_indices.gather(dim, order)))
+    all_indices, order = all_indices.sort(dim)
+    best = all_values.gather(dim, order).sort(stable=True, dim=dim, descending=largest)
+    chosen = best.indices.narrow(dim, 0, k)
+    return torch.return_types.topk(
+        (best.values.narrow(dim, 0, k), all_indices.gather(dim, chosen))
+    )
+
+
+def first_topk(
+    x: Tensor, k: int, dim: int, largest: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return the k best values, sorted, and their indices, the lowest of equal values.
+
+    `torch.topk` takes any of equal values. Where it had a choice, all is sorted instead;
+    a compiled graph, which cannot look, leaves the choice to it.
+    """
+    values, indices = x.topk(k, dim, largest)
+    if not k or torch.compiler.is_compiling():
+        return values, indices
+    with torch.no_grad():
+        worst = values.narrow(dim, k - 1, 1)
+        as_good = x >= worst if largest else x <= worst
+        has_choice = bool((as_good.sum(dim) > k).any())
+    if has_choice:
+        ordered = x.sort(stable=True, dim=dim, descending=largest)
+        return ordered.values.narrow(dim, 0, k), ordered.indices.narrow(dim, 0, k)
+    indices, order = indices.sort(dim)
+    ordered = values.gather(dim, order).sort(stable=True, dim=dim, descending=largest)
+    return ordered.values, indices.gather(dim, ordered.indices)
 
 
 def _candidates(
