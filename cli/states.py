@@ -7,7 +7,7 @@ of an update, read as what is and not as what to do.
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -88,7 +88,12 @@ def _states(
         yield from _unjudged(root, lock.layers[key], "unavailable", str(error))
     else:
         name = lock.short_name(plan.layer)
-        yield from (_state(plan, entry, name) for entry in plan.entries)
+        for entry in plan.entries:
+            state = _state(plan, entry, name)
+            is_short = bool(state.remedy) and templates.trusts_all
+            yield (
+                replace(state, remedy=f"{state.remedy} --trust") if is_short else state
+            )
 
 
 def _unjudged(

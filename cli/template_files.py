@@ -88,13 +88,21 @@ def _read(
 
 
 def read_shared(parent: Path, label: str, *, is_bundled: bool = False) -> Files:
-    """The partials in the folder `_shared` of `parent`, as files of each template beside."""
-    return {
-        f"{PARTIALS}/{path.name}": TemplateFile(
-            path.read_bytes(), f"{label}/{SHARED}/{path.name}", is_bundled, True
+    """The partials in the folder `_shared` of `parent`, as files of each template beside.
+
+    Raises:
+        TemplateError: If one is a link that leaves the folder.
+    """
+    files = {}
+    for path in sorted((parent / SHARED).glob("*.j2")):
+        shown = f"{label}/{SHARED}/{path.name}"
+        if not is_bundled:
+            _check_link(parent / SHARED, path, shown)
+        content = path.read_bytes()
+        files[f"{PARTIALS}/{path.name}"] = TemplateFile(
+            content, shown, is_bundled, is_shared=True
         )
-        for path in sorted((parent / SHARED).glob("*.j2"))
-    }
+    return files
 
 
 def _output_folders(folder: Path) -> list[str]:

@@ -230,6 +230,13 @@ class TestTrust:
         write(mine.root / "zoo" / "parallel_mine.py", "mine = 1\n")
         result = mine.run("new-layer", "ParallelMine", "--trust")
         assert "ParallelMine --into zoo --trust --diff\n" in result.stderr
+        assert (
+            mine.run("new-layer", "ParallelMine", "--trust", "--force").exit_code == 0
+        )
+        write(own(mine, f"mine/{TEST_PATH}"), "x = 1\n")
+        shown = mine.run("check", "--trust").output
+        assert "run: torchshard update ParallelMine --trust\n" in shown
+        assert mine.run("update", "ParallelMine", "--trust").exit_code == 0
 
 
 class TestOverride:
@@ -576,6 +583,12 @@ class TestFetched:
         words = ("templates", "new", "copy", "--from", "../theirs")
         said = stderr_of(mine, *words, exit_code=3)
         expected = "../theirs/templates/secret.j2 is a link that leaves the template"
+        assert said == f"Error: {expected}\n"
+        (theirs / "templates" / "secret.j2").unlink()
+        (theirs.parent / "_shared").mkdir()
+        (theirs.parent / "_shared" / "secret.j2").symlink_to(secret)
+        said = stderr_of(mine, *words, exit_code=3)
+        expected = "../_shared/secret.j2 is a link that leaves the template"
         assert said == f"Error: {expected}\n"
 
     @pytest.mark.parametrize(
