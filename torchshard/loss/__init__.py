@@ -8,14 +8,14 @@ from torchshard.loss.linear_cross_entropy import (
     parallel_linear_cross_entropy,
 )
 from torchshard.loss.margin import Margin
-from torchshard.loss.margin_cross_entropy import (
+from torchshard.loss.margin_loss import (
     cosines_of_features,
     cosines_of_shard,
     margin_cross_entropy,
     margin_cross_entropy_of_shard,
     parallel_margin_cross_entropy,
 )
-from torchshard.loss.step_in_backward import step_in_backward
+from torchshard.loss.row_optimizer import step_in_backward
 
 __all__ = [
     "Criterion",

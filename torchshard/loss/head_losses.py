@@ -3,7 +3,7 @@
 Classes are the outer loop. Forward computes chunk after chunk of this rank's logits and adds
 each to the rows' statistics, which the ranks then exchange, once. Backward computes a chunk's
 logits again, turns them into their gradient where they lie, and writes the chunk's part of
-the weight gradient once, or hands it to the optimizer (`step_in_backward.py`), and then this
+the weight gradient once, or hands it to the optimizer (`row_optimizer.py`), and then this
 gradient never exists either. The input's gradient adds up over the chunks; it is this
 rank's partial.
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torchshard.loss.head import Chunk, Head, HeadOptions
 from torchshard.loss.row_losses import added
+from torchshard.loss.row_optimizer import RowOptimizer, row_optimizer_of
 from torchshard.loss.rows import Part, exchanged, finite, soft_sums, wide
-from torchshard.loss.step_in_backward import RowOptimizer, row_optimizer_of
 
 
 class HeadLosses(torch.autograd.Function):
