@@ -4,6 +4,7 @@ import builtins
 import copy
 import errno
 import io
+import json
 import os
 import re
 import shutil
@@ -148,6 +149,7 @@ def test_a_refusal_at_any_step_changes_nothing(tmp_path, monkeypatch, command, c
             ), where
             assert project.contents() == before, where
     assert number > 8
+    assert ("replace", "journal.tmp") in countdown.calls  # it is there whole, or not
     assert project.contents() == after
 
 
@@ -349,8 +351,11 @@ def test_an_edit_made_after_a_kill_is_not_written_over(interrupted):
     assert pending.read_text("utf-8") == "mine since\n"
 
 
+OUTSIDE = {"path": "../outside", "temporary": None, "backup": None, "old_hash": ""}
+
+
 @pytest.mark.parametrize(
-    "text", ["{", "[3]", '[{"path": null}]', '[{"path": "../../x"}]']
+    "text", ["{", "[3]", '[{"path": null}]', json.dumps([OUTSIDE])]
 )
 def test_a_journal_that_cannot_be_read_is_refused(project, text):
     """Exit code 2, whatever the command, and nothing written."""
