@@ -213,6 +213,85 @@ class Named(nn.Module):
         return {"logits": self.fc(x)}
 
 
+class Hooked(nn.Linear):
+    """What it returns is changed by a hook."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features)
+        self.register_forward_hook(lambda module, args, output: output * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Parametrized(nn.Module):
+    """Its weight is computed from others."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out_features, in_features))
+        nn.utils.parametrizations.weight_norm(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Finishing(nn.Module):
+    """A method that has the name of one of the sharded layer's."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.fc = nn.Linear(in_features, out_features)
+
+    def finish(self, x: Tensor) -> Tensor:
+        return x * 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.finish(self.fc(x))
+
+
+class Grouped(nn.Module):
+    """An attribute that has the name of one of the sharded layer's."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.group = 2.0
+        self.fc = nn.Linear(in_features, out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.group
+
+
+class KeepsMode(nn.Module):
+    """A mode of its own."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.fc = nn.Linear(in_features, out_features)
+
+    def train(self, mode: bool = True) -> KeepsMode:
+        return super().train(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Not torch's function of the name: it normalises over the outputs."""
+    return F.normalize(F.linear(x, weight), dim=-1)
+
+
+class SameName(nn.Module):
+    """It calls a function that has the name of one of torch's."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out_features, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
 class Plain(nn.Linear):
     """nn.Linear by another name."""
 

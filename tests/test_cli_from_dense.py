@@ -43,8 +43,21 @@ ODD_AND_PROVED = [
     "Opaque",
     "Properties",
     "ReadFromOutside",
+    "SameName",
     "Sequence",
     "Tied",
+]
+
+
+ODD_AND_LEFT = [
+    "CallsSuper",
+    "Finishing",
+    "Fixed",
+    "Grouped",
+    "Hooked",
+    "KeepsMode",
+    "Named",
+    "Parametrized",
 ]
 
 
@@ -66,7 +79,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.syspath_prepend(str(folder))
         for module, names in (
             ("dense_modules", TWENTY),
-            ("odd_dense_modules", [*ODD_AND_PROVED, "CallsSuper", "Fixed", "Named"]),
+            ("odd_dense_modules", [*ODD_AND_PROVED, *ODD_AND_LEFT]),
         ):
             path = HERE / f"{module}.py"
             shutil.copy(path, folder)  # so that ruff takes it for the project's own
@@ -159,6 +172,11 @@ def test_generated_code_is_clean(generated: Path, command: list[str]) -> None:
         ("Fixed", "drop drops with p=0.5, which no argument turns off"),
         ("Named", "forward returns a dict, of which the test compares nothing"),
         ("CallsSuper", "write local_forward: forward calls super()"),
+        ("Finishing", "write local_forward: forward reads self.finish, a name that"),
+        ("Grouped", "write local_forward: forward reads self.group, a name that"),
+        ("Hooked", "write local_forward: its constructor registers hooks"),
+        ("Parametrized", "write local_forward: a parametrization computes"),
+        ("KeepsMode", "KeepsMode.train is not carried over"),
         ("Opaque", "`_Centred.apply(self.fc(x))` in forward gathers a shard first"),
         ("ReadFromOutside", "fc.weight, fc.bias: whole on every rank (Linear)"),
     ],
@@ -418,3 +436,21 @@ def test_help_names_the_options() -> None:
     output = run("new-layer", "--help").output
     assert "--from MODULE:CLASS" in output
     assert "--shard PARAM=DIM" in output
+
+
+PAGE = HERE.parent / "docs" / "from_a_dense_layer.md"
+
+
+def test_the_page_shows_what_the_command_prints_and_writes(here: Path) -> None:
+    """The module of the page gives the output and the forward of the page."""
+    page = PAGE.read_text("utf-8")
+    blocks = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
+    (here / "heads.py").write_text(blocks[0], "utf-8")
+    command, _, shown = page.partition("$ torchshard ")[2].partition("\n")
+    words = [sys.executable, "-m", "torchshard_cli", *command.split()]
+    result = subprocess.run(words, cwd=here, capture_output=True, text=True)
+    assert result.stdout == shown.partition("```")[0], result.stderr
+    written = (here / "parallel_cosine_head.py").read_text("utf-8")
+    for block in blocks[1:]:
+        for piece in block.split("        ...\n"):
+            assert piece in written

@@ -7,7 +7,7 @@
     products    functions for forwards that meet shards; a generated file holds their source
     rules       which product computes what
     sites       a method run operation by operation: what is done to each
-    trial       one run on a make-believe group of two ranks
+    trial       one run on a make-believe group of ranks
     choice      which parameters to divide: the best of the trials
     constructor, imports, text, remarks     pieces of the generated file
     reading     all of it as plain JSON, from which the template renders

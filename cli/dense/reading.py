@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torchshard as ts
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ..errors import UsageError
 from . import carry, products, text
@@ -25,7 +26,7 @@ from .imports import OURS, PRODUCTS, imports, is_local, used_products
 from .remarks import remarks
 from .sample import Sample, find_samples
 from .source import Method, carried_methods
-from .trial import make_believe_group, try_out
+from .trial import FIRST_SIZE, OTHER_SIZES, make_believe_group, try_out
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,9 @@ def _read(
             " shards as it is, as far as torchshard has rules for what it calls"
         )
     methods, problem = _methods(owner)
+    hidden = _module_problem(samples[0].build(owner))
+    if hidden:
+        methods, problem = [], hidden
     chosen = None
     if methods:
         try:
@@ -145,16 +149,33 @@ def _expect_carriable(method: Method) -> None:
             f"{method.name} has a variable '{min(taken)}', which generated code uses for"
             " something else; give it another name"
         )
-    clashes = {
-        name
-        for name in method.own_reads - {"training"}
-        if hasattr(ts.ParallelLayer, name)
-    } - set(dir(nn.Module))
+    clashes = (method.own_reads & _taken_names()) - {"training"}
     if clashes:
         raise UsageError(
             f"{method.name} reads self.{min(clashes)}, a name that ParallelLayer uses for"
             " something else; give it another name"
         )
+
+
+def _taken_names() -> set[str]:
+    """What ParallelLayer adds to nn.Module, as a class and in each layer."""
+    in_layers = set(ts.ParallelLayer.__init__.__code__.co_names)
+    return (set(dir(ts.ParallelLayer)) - set(dir(nn.Module))) | in_layers
+
+
+def _module_problem(module: nn.Module) -> str:
+    """Why the numbers of a module are not those of its forward alone."""
+    hooks = [
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+    ]
+    if hooks:
+        return "its constructor registers hooks (as torch's weight_norm does)"
+    if parametrize.is_parametrized(module):
+        return "a parametrization computes its parameters"
+    return ""
 
 
 _OPAQUE = ("parameters", "named_parameters", "state_dict", "_parameters", "__dict__")
@@ -184,16 +205,20 @@ def _chosen(
     asked: dict[str, int | None],
 ) -> Chosen:
     module = samples[0].build(owner)
-    with make_believe_group() as group:
-        undivided = try_out(owner, methods, samples, Division(), group)
-        return choose(
+    with make_believe_group(FIRST_SIZE) as group:
+        shapes = try_out(owner, methods, samples, Division(), group).shapes
+        chosen = choose(
             module,
             asked,
             not _reads_all(methods),
-            lambda division: try_out(
-                owner, methods, samples, division, group, undivided.shapes
-            ),
+            lambda division: try_out(owner, methods, samples, division, group, shapes),
         )
+    for size in OTHER_SIZES:
+        with make_believe_group(size) as group:
+            try_out(
+                owner, methods, samples, chosen.division, group, shapes, chosen.outcome
+            )
+    return chosen
 
 
 def _as_json(found: _Found) -> dict[str, Any]:

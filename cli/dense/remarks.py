@@ -29,6 +29,7 @@ def remarks(
     return [
         *_undivided(module, chosen),
         *_gathered(methods, chosen),
+        *_overridden(type(module)),
         *_dropout(module),
         *_output(module(*sample.draw())),
     ]
@@ -64,6 +65,25 @@ def _gathered(methods: Sequence[Method], chosen: Chosen) -> Iterator[str]:
                     code = " ".join(ast.unparse(node).split())
                     short = code if len(code) <= _LONGEST else f"{code[:_LONGEST]}..."
                     yield f"`{short}` in {method.name} gathers a shard first: no rule divides it"
+
+
+_NOT_CARRIED = (
+    "train",
+    "state_dict",
+    "load_state_dict",
+    "_load_from_state_dict",
+    "_save_to_state_dict",
+    "get_extra_state",
+    "set_extra_state",
+    "_apply",
+    "__call__",
+)
+
+
+def _overridden(owner: type[nn.Module]) -> Iterator[str]:
+    for name in _NOT_CARRIED:
+        if getattr(owner, name) is not getattr(nn.Module, name):
+            yield f"{owner.__name__}.{name} is not carried over; write it again if it matters"
 
 
 def _dropout(module: nn.Module) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""One run of a dense class divided in some way, on a group of two ranks that is make-believe.
+"""One run of a dense class divided in some way, on a group of ranks that is make-believe.
 
 Values mean nothing here; shapes and marks do.
 """
@@ -22,16 +22,19 @@ from .sample import Sample, tensors_in
 from .sites import Instrumented, Sites
 from .source import Method, is_code
 
-SIZE = 2
+FIRST_SIZE = 3
+"""Ranks in the trials that choose: few sizes divide by three, so that what may be cut is."""
+OTHER_SIZES = (2, 4)
+"""Ranks on which what was chosen must work too."""
 
 
 @contextmanager
-def make_believe_group() -> Iterator[ts.ShardGroup]:
-    """Be rank 0 of two, of which the other does not exist."""
+def make_believe_group(size: int) -> Iterator[ts.ShardGroup]:
+    """Be rank 0 of `size`, of which the others do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store = FakeStore()
-    dist.init_process_group("fake", rank=0, world_size=SIZE, store=store)
+    dist.init_process_group("fake", rank=0, world_size=size, store=store)
     try:
         yield ts.ShardGroup(dist.group.WORLD)
     finally:
@@ -45,6 +48,7 @@ def try_out(
     division: Division,
     group: ts.ShardGroup,
     expected: Shapes | None = None,
+    outcome: Outcome | None = None,
 ) -> Outcome:
     """Run every sample, divided so.
 
@@ -56,11 +60,13 @@ def try_out(
         group: The group of two.
         expected: The shapes that a trial without any division gave. An operation that gives
             another one has lost the mark of a shard.
+        outcome: That of a trial on another number of ranks, to which this one adds.
 
     Raises:
         Rejected: If it does not run, or its output has not the shape of the dense one.
     """
-    outcome = Outcome({method.name: {} for method in methods})
+    outcome = outcome or Outcome({method.name: {} for method in methods})
+    outcome.shapes = {}
     kind = _trial_class(owner, methods, division, outcome, expected or {})
     for sample in samples:
         try:
