@@ -95,16 +95,7 @@ def find_start(request: Request) -> Start:
     check_class_name(request.class_name, allow_shadow=request.allow_shadow)
     target = find_target(request.into)
     locked = _recorded(request.class_name, target, read_lock(target.root))
-    module = _module(request, target, locked)
-    layer = Layer(
-        class_name=request.class_name,
-        template=request.template or "",
-        options={},
-        module=module,
-        package=target.package,
-        tests=locked.tests if locked else target.tests,
-        import_path=target.import_path(module),
-    )
+    layer = _placed(request, target, locked)
     recorded = locked or _from_header(layer, target)
     dense = _dense(request, recorded)
     if dense:
@@ -120,6 +111,20 @@ def find_start(request: Request) -> Start:
     )
     reason = dense.reason if dense else _reason(request, locked, recorded)
     return Start(target, layer, template, templates, reason)
+
+
+def _placed(request: Request, target: Target, locked: Layer | None) -> Layer:
+    """The layer of `request` in its place, its template still open."""
+    module = _module(request, target, locked)
+    return Layer(
+        class_name=request.class_name,
+        template=request.template or "",
+        options={},
+        module=module,
+        package=target.package,
+        tests=locked.tests if locked else target.tests,
+        import_path=target.import_path(module),
+    )
 
 
 def _dense(request: Request, recorded: Layer | None) -> Dense | None:
