@@ -464,3 +464,155 @@ def blocks_of_rows(block):
 def test_rows_taken_in_blocks_give_the_loss_of_all(block):
     """Statistics of one row, of some or of all rows at a time are the same."""
     run_ranks(blocks_of_rows, 3, block)
+
+
+@st.composite
+def problems(draw):
+    """A random problem: shapes, split and every option; the numbers follow from a seed."""
+    lengths = draw(st.lists(st.integers(0, 3), min_size=4, max_size=4).filter(any))
+    inner = draw(st.sampled_from([(), (2,), (1, 3)]))
+    rows = draw(st.integers(0, 4))
+    batched = draw(st.booleans()) or bool(inner)
+    return {
+        "lengths": lengths,
+        "inner": inner,
+        "rows": (rows,) if batched else (),
+        "seed": draw(st.integers(0, 2**20)),
+        "dtype": draw(st.sampled_from([torch.float64, torch.float32])),
+        "scale": draw(st.sampled_from([0.1, 1.0, 30.0])),
+        "soft": draw(st.booleans()),
+        "weighted": draw(st.booleans()),
+        "inplace": draw(st.booleans()),
+        "ignored": draw(st.sampled_from([-100, -1, 0])),
+        "smoothing": draw(st.sampled_from([0.0, 0.1, 0.7, 1.0])),
+        "z": draw(st.sampled_from([0.0, 0.01])),
+        "reduction": draw(st.sampled_from(["mean", "sum", "none"])),
+    }
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(problem=problems())
+def compare_any_problem(problem):
+    size = groups.get_world_size()
+    lengths = problem["lengths"][: size - 1]
+    lengths = [*lengths, sum(problem["lengths"][size - 1 :])]
+    shape = (*problem["rows"], max(1, sum(lengths)), *problem["inner"])
+    if not sum(lengths):
+        lengths[-1] = 1
+    dim, seed, dtype = class_dim(shape), problem["seed"], problem["dtype"]
+    x = (randoms(shape, seed) * problem["scale"]).to(dtype)
+    ignored = -100 if problem["soft"] else problem["ignored"]
+    target = targets_of(shape, seed, ignored)
+    if problem["soft"]:
+        target = randoms(shape, seed + 1).softmax(dim).to(dtype)
+    weight = randoms((shape[dim],), seed + 2).abs().to(dtype)
+    options = {
+        "weight": weight if problem["weighted"] else None,
+        "ignore_index": ignored,
+        "reduction": problem["reduction"],
+        "label_smoothing": problem["smoothing"],
+    }
+    dense, mine = (x.clone().requires_grad_() for _ in range(2))
+    want = z_lossed(dense, target, problem["z"], **options)
+    have = parallel_cross_entropy(
+        marked(mine, dim, ranges_of_lengths(lengths)) * 1,
+        target,
+        lse_square_scale=problem["z"],
+        return_lse=True,
+        inplace=problem["inplace"],
+        **options,
+    )
+    cots = [randoms(part.shape, 5 + place, dtype) for place, part in enumerate(want)]
+    want_grad = torch.autograd.grad(want, dense, cots)
+    have_grad = torch.autograd.grad(have, mine, cots)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for one, other in zip((*have, *have_grad), (*want, *want_grad), strict=True):
+        scale = (
+            max(1.0, float(other.detach().abs().nan_to_num().max()))
+            if other.numel()
+            else 1
+        )
+        close(one.detach() / scale, other.detach() / scale, str(problem), tolerance)
+
+
+def any_problem():
+    compare_any_problem()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_any_problem_matches_dense(world_size):
+    """T04, T06: the cross product of shapes, splits and options at random, in both precisions."""
+    run_ranks(any_problem, world_size)
+
+
+def cheaper_collectives():
+    rows._GATHERED_BYTES = 0
+    compare_any_problem()
+    y = marked(randoms((3, 5), 1).requires_grad_(), 1, balanced_ranges(5, 3))
+    with CommDebugMode() as mode:
+        F.cross_entropy(y, torch.tensor([0, 4, 2]), label_smoothing=0.1)
+    return mode.get_total_counts()
+
+
+def test_many_rows_on_many_ranks_take_two_all_reduces():
+    """Where one all-gather would move more bytes: the same numbers, two collectives."""
+    assert run_ranks(cheaper_collectives, 3) == [2, 2, 2]
+
+
+def other_softmax():
+    """A log-softmax beside the loss keeps its own gradient; nothing is patched."""
+    before = F.cross_entropy, F.log_softmax, torch.Tensor.log_softmax
+    x, target = randoms((4, 6), 1), torch.tensor([0, 5, 2, 3])
+    cot = randoms((4, 6), 2)
+    dense, mine = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = marked(mine, 1, balanced_ranges(6, groups.get_world_size()))
+    with pytest.raises(TargetError):
+        F.cross_entropy(y, target + 6)
+    loss = (
+        F.cross_entropy(y, target)
+        + (y.log_softmax(1) * marked(cot, 1, y.sharding.ranges)).sum()
+    )
+    want = F.cross_entropy(dense, target) + (dense.log_softmax(1) * cot).sum()
+    loss.backward()
+    want.backward()
+    close(mine.grad, dense.grad, "both")
+    assert before == (F.cross_entropy, F.log_softmax, torch.Tensor.log_softmax)
+
+
+def test_t07_other_softmaxes_keep_their_gradients():
+    """T07: the loss patches nothing, also after an error."""
+    run_ranks(other_softmax, 2)
+
+
+def inplace_logits():
+    x = randoms((4, 6), 1)
+    ranges = balanced_ranges(6, groups.get_world_size())
+    target = torch.tensor([0, 5, 2, 3])
+    leaf = marked(x, 1, ranges).to_local().clone().requires_grad_()
+    head = leaf * 1
+    y = ShardedTensor.from_local(head, 1, ranges=ranges)
+    kept = head.detach().clone()
+    loss = parallel_cross_entropy(y, target, inplace=True)
+    assert torch.equal(head.detach(), kept)  # forward writes nothing
+    loss.backward(retain_graph=True)
+    assert torch.equal(
+        head.detach(), leaf.grad
+    )  # the gradient is where the logits were
+    with pytest.raises(RuntimeError, match="there cannot be a second"):
+        loss.backward()
+    wide = marked(x, 1, ranges).to_local()[:, :1].expand(4, 3).requires_grad_()
+    before = wide.detach().clone()
+    parallel_cross_entropy(
+        ShardedTensor.from_local(wide, 1), target, inplace=True
+    ).backward()
+    assert torch.equal(wide.detach(), before)  # places that share memory are left alone
+    saved = head.detach().clone().requires_grad_()
+    z = ShardedTensor.from_local((saved * 1).exp(), 1, ranges=ranges)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        # exp keeps its result for its own backward, which meets a gradient in its place
+        parallel_cross_entropy(z, target, inplace=True).backward()
+
+
+def test_inplace_puts_the_gradient_where_the_logits_were():
+    """Forward writes nothing; a second backward, and others that kept the logits, raise."""
+    run_ranks(inplace_logits, 2)

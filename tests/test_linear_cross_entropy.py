@@ -217,3 +217,20 @@ def half_head():
 def test_half_heads_and_autocast_use_float32_statistics(world_size):
     """Logits are rounded to the compute dtype, as by a linear layer, and nothing else is."""
     run_ranks(half_head, world_size)
+
+
+def input_gradients():
+    ranges = balanced_ranges(10, groups.get_world_size())
+    x = randoms((4, FEATURES), 1).requires_grad_()
+    weight = own(randoms((10, FEATURES), 2), ranges)
+    small = parallel_linear_cross_entropy(
+        x, weight, torch.tensor([0, 9, 3, -100]), ranges=ranges
+    )
+    small.backward()
+    first = collectives.broadcast(x.grad, groups.model_group())
+    assert torch.equal(x.grad, first)
+
+
+def test_t08_the_input_gradient_is_whole_on_every_rank():
+    """T08: it is summed over the ranks once, by the all-reduce of backward, and bit for bit equal."""
+    run_ranks(input_gradients, 3)
