@@ -115,6 +115,8 @@ def cases_of(folder: Path, name: str) -> list[ts.testing.Case]:
         for path in folder.glob("test_*.py")
         if f"import Parallel{name}\n" in path.read_text("utf-8")
     ]
+    for module in (path.stem, path.stem.removeprefix("test_")):
+        sys.modules.pop(module, None)  # another folder may have had one of that name
     return list(importlib.import_module(path.stem).CASES)
 
 
