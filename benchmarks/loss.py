@@ -4,7 +4,8 @@
     python benchmarks/loss.py --train       train heads of 1 and 4 million classes
 
 Two gloo ranks, one thread each, 256 rows. Each round runs every variant once on both ranks,
-forward and backward; ratios are taken round by round. Memory is what torch's allocator hands
+forward and backward; ratios are taken round by round. Processor time, of rank 0, leaves out
+waiting, also for other programs of a busy machine. Memory is what torch's allocator hands
 out during a step beyond what was there before, at its highest, temporaries and gradients
 included. Bytes are those a rank sends if collectives go around a ring.
 """
@@ -319,6 +320,7 @@ KINDS = {"loss alone": loss_variants, f"linear of {FEATURES} + loss": head_varia
 @dataclass
 class Measured:
     times: list[float]
+    processor: list[float]
     peak: int
 
 
@@ -335,14 +337,15 @@ def measured(
         step()  # what stays, such as momentum, exists from here on
         step.clear()
         renew()
-        result[name] = Measured([], peak_bytes(step))
+        result[name] = Measured([], [], peak_bytes(step))
         step.clear()
     for _ in range(rounds):
         for name, step in variants.items():
             renew()
             dist.barrier()
-            start = time.perf_counter()
+            start, start_processor = time.perf_counter(), time.process_time()
             step()
+            result[name].processor.append(time.process_time() - start_processor)
             result[name].times.append(time.perf_counter() - start)
             step.clear()
     return result
@@ -395,13 +398,19 @@ def print_times(kind: str, classes: int, rounds: int, wheel: str | None) -> None
     result = run_ranks(measured, 2, kind, classes, rounds, wheel, timeout_s=3600)[0]
     print(f"\n{kind}, {classes:,} classes, {rounds} rounds\n")
     bases = [name for name in result if name.startswith("three")]
-    print("| variant | median ms |", *[f"/ {name} |" for name in bases], "extra MiB |")
-    print("|---|---|" + "---|" * (len(bases) + 1))
+    print("| variant | ms |", *[f"/ {name} |" for name in bases], end=" ")
+    print("processor ms |", *[f"/ {name} |" for name in bases], "extra MiB |")
+    print("|---|---|---|---|" + "---|" * 2 * len(bases))
     for name, row in result.items():
-        ratios = [ratio(row.times, result[base].times) for base in bases]
-        median = 1000 * statistics.median(row.times)
-        cells = [name, f"{median:.0f}", *ratios, f"{row.peak / MIB:.1f}"]
+        walls = [ratio(row.times, result[base].times) for base in bases]
+        works = [ratio(row.processor, result[base].processor) for base in bases]
+        cells = [name, milliseconds(row.times), *walls]
+        cells += [milliseconds(row.processor), *works, f"{row.peak / MIB:.1f}"]
         print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def milliseconds(times: list[float]) -> str:
+    return f"{1000 * statistics.median(times):.0f}"
 
 
 def ratio(times: list[float], base: list[float]) -> str:
