@@ -153,13 +153,15 @@ class Branches(nn.Module):
 class Convolution(nn.Module):
     """A weight of its own for F.conv1d."""
 
-    def __init__(self, channels: int, out_channels: int):
+    def __init__(self, channels: int, out_channels: int, mode: str = "relu"):
         super().__init__()
+        self.mode = mode
         self.weight = nn.Parameter(torch.randn(out_channels, channels, 3))
         self.mix = nn.Conv1d(out_channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mix(F.relu(F.conv1d(x, self.weight, padding=1)))
+        act = {"relu": F.relu}[self.mode]
+        return self.mix(act(F.conv1d(x, self.weight, padding=1)))
 
 
 class _Centred(torch.autograd.Function):

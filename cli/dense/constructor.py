@@ -71,12 +71,14 @@ def read_constructor(owner: type[nn.Module]) -> Constructor:
 
 
 def _names_of(arguments: ast.arguments) -> set[str]:
-    nodes: list[Any] = [*arguments.defaults, *arguments.kw_defaults]
-    nodes += [one.annotation for one in _all(arguments)]
-    return {name for node in nodes if node is not None for name in _free(node)}
+    defaults = [*arguments.defaults, *arguments.kw_defaults]
+    names = {name for node in defaults if node for name in free_names(node)}
+    annotations = [one.annotation for one in _all(arguments)]
+    return names | {name for node in annotations if node for name in _free(node)}
 
 
 def _free(node: ast.expr) -> set[str]:
+    """The names in an annotation, which may be a text."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         try:
             return free_names(ast.parse(node.value, mode="eval"))
@@ -131,7 +133,7 @@ def _parameter(one: ast.arg, default: ast.expr | None, known: set[str]) -> str:
         text += f": {_written(annotation)}"
     if default is None:
         return text
-    unknown = _free(default) - known
+    unknown = free_names(default) - known
     if unknown:
         raise UsageError(
             f"the default of {one.arg} names {min(unknown)}, which cannot be imported"
