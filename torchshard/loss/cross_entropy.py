@@ -194,7 +194,8 @@ def _row_losses(
         hard = (1 - criterion.label_smoothing) * target_weights(
             columns, weight, criterion.ignore_index, wide(x.dtype)
         )
-    options = RowOptions(sharding, criterion.label_smoothing, inplace)
+    trains = torch.is_grad_enabled() and x.requires_grad
+    options = RowOptions(sharding, criterion.label_smoothing, inplace, trains)
     own_weight = own_class_weights(weight, sharding, wide(x.dtype))
     row_loss, lse = RowLosses.apply(
         x, probabilities, columns, hard, own_weight, options

@@ -1,12 +1,15 @@
 """The loss of each row of logits, with its gradient: one collective forward, none backward.
 
-Forward shares the rows' statistics (`rows.py`). Backward is local: with p = exp(x - M) / S,
-h the weight of the target, u the weights of soft targets and g the row's upstream gradient,
+Forward shares the rows' statistics (`rows.py`). Backward is local. With q the softmax over
+this rank's classes alone, s its share s_r exp(m_r - M) / S of the row, so that p = s q, h the
+weight of the target, u the weights of soft targets and g the row's upstream gradient,
 
     dx = g ((h + sum of u) p - u - h onehot)
 
-The logits are kept for backward and never written to; backward makes one buffer of their
-size, or none with `inplace=True`. Half precision is computed in float32 and rounded once.
+The logits are kept for backward and never written to. Beyond them there is one buffer of their
+size, which becomes their gradient: on a CPU, where an exponential costs more than reading
+memory, it holds q from forward on; elsewhere, and of half precision, q is computed again.
+With `inplace=True` there is none. Half precision is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -19,25 +22,35 @@ from torchshard.distributed import ops
 from torchshard.distributed.groups import ShardGroup
 from torchshard.loss.rows import (
     WHOLE,
+    Index,
     SoftWeights,
     blocks,
     exchanged,
     local_part,
+    own_softmax,
     wide,
 )
 from torchshard.tensor.sharded import Sharding
 
 
 class RowOptions(NamedTuple):
-    """How the logits are spread, and what is wanted of them."""
+    """How the logits are spread, and what is wanted of them.
+
+    Attributes:
+        sharding: How the logits are spread.
+        label_smoothing: Share of the target spread evenly over all classes.
+        inplace: Whether backward may write over the logits.
+        trains: Whether a backward is to be expected.
+    """
 
     sharding: Sharding
     label_smoothing: float
     inplace: bool
+    trains: bool
 
 
 class _Saved(NamedTuple):
-    """What backward reads; `total` is the row's h + sum of u."""
+    """What backward reads: `share` is this rank's of the row, `total` the row's h + sum of u."""
 
     x: Tensor
     probabilities: Tensor | None
@@ -46,6 +59,7 @@ class _Saved(NamedTuple):
     own_weight: Tensor | None
     base: Tensor
     exp_sum: Tensor
+    share: Tensor
     total: Tensor
 
 
@@ -76,13 +90,18 @@ class RowLosses(torch.autograd.Function):
         target_logit = None
         if columns is not None:
             target_logit = picked(x, *own_targets(columns, sharding))
-        rows = exchanged(local_part(x, target_logit, soft), sharding.group)
+        # Not among the saved tensors: the first backward turns it into the gradient, and a
+        # second one computes it again.
+        ctx.room = torch.empty_like(x) if _keeps_softmax(x, options) else None
+        part = local_part(x, target_logit, soft, ctx.room)
+        rows = exchanged(part, sharding.group)
+        share = part.exp_sum * (part.highest - rows.base).exp() / rows.exp_sum
         losses = [] if hard is None else [hard * rows.hard_loss()]
         losses += [] if soft is None else [rows.soft_loss()]
         masses = [mass for mass in (hard, rows.mass) if mass is not None]
         ctx.options, ctx.is_spent = options, False
         saved = (x, probabilities, columns, hard, own_weight)
-        ctx.save_for_backward(*saved, rows.base, rows.exp_sum, added(masses))
+        ctx.save_for_backward(*saved, rows.base, rows.exp_sum, share, added(masses))
         return added(losses), rows.logsumexp
 
     @staticmethod
@@ -100,7 +119,9 @@ class RowLosses(torch.autograd.Function):
             grads = _differentiable_grads(saved, grad, grad_lse, options)
         else:
             ctx.is_spent = options.inplace
-            grads = _grads(saved, grad, grad_lse, ctx.needs_input_grad, options)
+            room, ctx.room = ctx.room, None
+            needs = ctx.needs_input_grad
+            grads = _grads(saved, grad, grad_lse, needs, options, room)
         return (*grads, None, None, None, None)
 
 
@@ -132,58 +153,99 @@ def picked(x: Tensor, own: Tensor, places: Tensor) -> Tensor:
     return torch.where(own, x.gather(1, places).to(wide(x.dtype)), 0)
 
 
+def _keeps_softmax(x: Tensor, options: RowOptions) -> bool:
+    is_cheaper = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return (
+        is_cheaper
+        and options.trains
+        and not options.inplace
+        and x.dtype == wide(x.dtype)
+    )
+
+
 def _grads(
     saved: _Saved,
     grad: Tensor | None,
     grad_lse: Tensor | None,
     needs: tuple[bool, ...],
     options: RowOptions,
+    room: Tensor | None,
 ) -> _Grads:
     grad_probabilities = None
     if needs[1] and grad is not None:
         grad_probabilities = _grad_probabilities(saved, grad, options)
     if not needs[0]:
         return None, grad_probabilities
-    return _grad_logits(saved, grad, grad_lse, options), grad_probabilities
+    upstream = _upstream(saved, grad, grad_lse, options)
+    return _grad_logits(saved.x, upstream, options, room), grad_probabilities
+
+
+class _Upstream(NamedTuple):
+    """What a row's gradient is made of: scale q - g u + onehot.
+
+    Attributes:
+        scale: (g (h + sum of u) + g_lse) times this rank's share.
+        empty: Where this rank has no share, and q may be nan; None if nowhere.
+        grad: g, or None.
+        soft: u, or None.
+        places: Where the target is among this rank's classes.
+        onehot: -g h, 0 where another rank has the target; None for probabilities.
+    """
+
+    scale: Tensor
+    empty: Tensor | None
+    grad: Tensor | None
+    soft: SoftWeights | None
+    places: Tensor | None
+    onehot: Tensor | None
+
+    def turned(self, q: Tensor, index: Index) -> Tensor:
+        """Return the gradient of a block of rows, in the place of its q."""
+        block = q.mul_(self.scale[index])
+        if self.empty is not None:
+            block.masked_fill_(self.empty[index], 0)
+        if self.soft is not None and self.grad is not None:
+            block.sub_(self.soft.block(index, block.dtype) * self.grad[index])
+        if self.onehot is not None and self.places is not None:
+            block.scatter_add_(1, self.places[index], self.onehot[index])
+        return block
+
+
+def _upstream(
+    saved: _Saved, grad: Tensor | None, grad_lse: Tensor | None, options: RowOptions
+) -> _Upstream:
+    terms = [] if grad is None else [grad * saved.total]
+    terms += [] if grad_lse is None else [grad_lse]
+    weight_of_p = added(terms) if terms else torch.zeros_like(saved.base)
+    soft = _soft_weights(saved.probabilities, saved.own_weight, options)
+    places = onehot = None
+    if saved.columns is not None and saved.hard is not None and grad is not None:
+        own, places = own_targets(saved.columns, options.sharding)
+        onehot = torch.where(own, -saved.hard * grad, 0)
+    scale, empty = weight_of_p * saved.share, saved.share == 0
+    can_look = scale.device.type == "cpu" and not torch.compiler.is_compiling()
+    has_empty = not can_look or bool(empty.any())
+    return _Upstream(scale, empty if has_empty else None, grad, soft, places, onehot)
 
 
 def _grad_logits(
-    saved: _Saved, grad: Tensor | None, grad_lse: Tensor | None, options: RowOptions
+    x: Tensor, upstream: _Upstream, options: RowOptions, room: Tensor | None
 ) -> Tensor:
-    """Return g ((h + sum of u) p - u - h onehot) + g_lse p, block by block."""
-    x = saved.x
-    soft = _soft_weights(saved.probabilities, saved.own_weight, options)
-    scale = _weight_of_p(saved, grad, grad_lse) / saved.exp_sum
-    writable = options.inplace and not _overlaps_itself(x)
-    out = x.detach() if writable else torch.empty_like(x)
-    fits = out.dtype == scale.dtype and not torch.compiler.is_compiling()
-    hard = places = None
-    if saved.columns is not None and saved.hard is not None and grad is not None:
-        own, places = own_targets(saved.columns, options.sharding)
-        hard = torch.where(own, -saved.hard * grad, 0)
+    """Return the logits' gradient, block by block; in `room`, which holds q, if given."""
+    out = room
+    if out is None:
+        writable = options.inplace and not _overlaps_itself(x)
+        out = x.detach() if writable else torch.empty_like(x)
+    # A softmax into its own argument, or into a narrower dtype, is nothing torch promises.
+    fits = not options.inplace and out.dtype == wide(x.dtype)
     for index in blocks(x) if x.shape[1] else ():
-        place = out[index] if fits else None
-        block = _scaled_exp(x[index], saved.base[index], scale[index], place)
-        if soft is not None and grad is not None:
-            block.sub_(soft.block(index, block.dtype) * grad[index])
-        if hard is not None and places is not None:
-            block.scatter_add_(1, places[index], hard[index])
-        if not fits:
-            out[index] = block
+        if room is not None:
+            upstream.turned(room[index], index)
+        elif fits and not torch.compiler.is_compiling():
+            upstream.turned(own_softmax(x[index], out[index]), index)
+        else:
+            out[index] = upstream.turned(own_softmax(x[index]), index)
     return out
-
-
-def _weight_of_p(saved: _Saved, grad: Tensor | None, grad_lse: Tensor | None) -> Tensor:
-    """Return what multiplies p in the logits' gradient: g (h + sum of u) + g_lse."""
-    terms = [] if grad is None else [grad * saved.total]
-    terms += [] if grad_lse is None else [grad_lse]
-    return added(terms) if terms else torch.zeros_like(saved.base)
-
-
-def _scaled_exp(x: Tensor, base: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:
-    """Return scale exp(x - base), in `out` if given; that may be `x`."""
-    shifted = x - base if out is None else torch.sub(x, base, out=out)
-    return shifted.exp_().mul_(scale)
 
 
 def _overlaps_itself(x: Tensor) -> bool:
