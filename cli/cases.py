@@ -24,16 +24,21 @@ if TYPE_CHECKING:
 def load_class(target: str) -> type:
     """The class that `MODULE:CLASS` names, imported as from the working directory.
 
+    MODULE may also be the path of a file, which is imported as part of its package.
+
     Raises:
         UsageError: If there is none, or its module fails on import.
     """
-    module_name, colon, class_name = target.partition(":")
+    module_name, colon, class_name = target.rpartition(":")
     if not colon or not module_name or not class_name:
         raise UsageError(
             f"'{target}' is not of the form MODULE:CLASS, such as"
             " parallel_embedding:ParallelEmbedding"
         )
-    module = _import(module_name, Path.cwd())
+    is_path = module_name.endswith(".py")
+    module = (
+        _import_file(Path(module_name)) if is_path else _import(module_name, Path.cwd())
+    )
     if not hasattr(
         module, class_name
     ):  # a module may find names lazily, as a package does
@@ -50,9 +55,37 @@ def load_class(target: str) -> type:
     return layer
 
 
+def _import_file(file: Path) -> ModuleType:
+    """Import the module that a file holds, as part of the package that it lies in.
+
+    Raises:
+        UsageError: If there is no such file, or its name leads to another one.
+    """
+    if not file.is_file():
+        raise UsageError(f"{file} is not a file")
+    name, folder = _module_name(file.resolve())
+    module = _import(name, folder)
+    found = Path(str(module.__file__)).resolve()
+    if found != file.resolve():
+        raise UsageError(
+            f"importing '{name}' gives {found}, not {file}; one of the two needs another"
+            " name"
+        )
+    return module
+
+
+def _module_name(file: Path) -> tuple[str, Path]:
+    """The dotted name of a file's module, and the folder that it is imported from."""
+    parts, folder = [file.stem], file.parent
+    while (folder / "__init__.py").is_file():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(parts), folder
+
+
 def _import(module_name: str, folder: Path) -> ModuleType:
     """Import a module as it would be from `folder`, for the ranks too."""
-    if str(folder) not in sys.path:
+    if sys.path[:1] != [str(folder)]:
         sys.path.insert(0, str(folder))
     try:
         return importlib.import_module(module_name)
@@ -64,7 +97,8 @@ def _import(module_name: str, folder: Path) -> ModuleType:
             )
         else:
             problem = f"importing '{module_name}' failed: {_in_words(error)}"
-        raise UsageError(problem + _install_hint(missing)) from error
+        hint = _install_hint(missing) or _package_hint(module_name, folder, error)
+        raise UsageError(problem + hint) from error
 
 
 def _in_words(error: BaseException) -> str:
@@ -86,17 +120,25 @@ def _install_hint(missing: str | None) -> str:
     return f"; {source.as_posix()} can be imported once installed: pip install -e ."
 
 
+def _package_hint(module_name: str, folder: Path, error: BaseException) -> str:
+    """What to do where a module of a package was imported without it."""
+    if "no known parent package" not in str(error):
+        return ""
+    file = folder.joinpath(*module_name.split(".")).with_suffix(".py")
+    name, root = _module_name(file)
+    if name == module_name:
+        return ""
+    return f"; it is part of a package: from {root}, it is {name}"
+
+
 def load_cases(layer: type, cases_file: Path | None) -> tuple[Path, Sequence[Case]]:
     """The cases of `layer`, and the file that holds them: its test, unless one is named.
 
     Raises:
         UsageError: If there is no such file, it fails on import, or has no case of `layer`.
     """
-    source = cases_file or _find_test(layer)
-    if not source.is_file():
-        raise UsageError(f"{source} is not a file")
-    module = _import(source.stem, source.resolve().parent)
-    listed = getattr(module, "CASES", None)
+    source = cases_file or _find_cases(layer)
+    listed = getattr(_import_file(source), "CASES", None)
     if not isinstance(listed, Sequence):
         raise UsageError(
             f"{source} has no list CASES of torchshard.testing.Case, which says how to"
@@ -104,18 +146,35 @@ def load_cases(layer: type, cases_file: Path | None) -> tuple[Path, Sequence[Cas
         )
     cases = [case for case in listed if case.layer is layer]
     if not cases:
-        raise UsageError(f"no case in {source} is of {layer.__name__}")
+        raise UsageError(
+            f"no case in {source} is of {layer.__name__}{_namesake(layer, listed)}"
+        )
     return source, cases
 
 
-def _find_test(layer: type) -> Path:
-    """Return the test beside the layer's module, or in a `tests` folder above it."""
-    file = Path(str(sys.modules[layer.__module__].__file__)).resolve()
+def _namesake(layer: type, cases: Sequence[Case]) -> str:
+    """What to do where the cases are of the same class, imported by another name."""
+    for case in cases:
+        module = getattr(case.layer, "__module__", "")
+        if getattr(case.layer, "__name__", "") == layer.__name__:
+            return (
+                f" as {layer.__module__} defines it, but of {module}'s; torchshard verify"
+                f" {module}:{layer.__name__}"
+            )
+    return ""
+
+
+def _find_cases(layer: type) -> Path:
+    """Return the test beside the layer's module, in a `tests` folder above it, or the module."""
+    module = sys.modules[layer.__module__]
+    file = Path(str(module.__file__)).resolve()
     name = f"test_{file.stem}.py"
     folders = [file.parent, *(parent / "tests" for parent in file.parents)]
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
+    if hasattr(module, "CASES"):
+        return file
     raise UsageError(
         f"no {name} beside {file} or in a tests folder above it; name the file that holds"
         " the list CASES with --cases"

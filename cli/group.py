@@ -12,6 +12,8 @@ from .show import OWES_JSON, error_json
 
 ERRORS = "torchshard.printable"
 """How what a terminal cannot show is printed all the same."""
+INTERRUPTED = 130
+"""The exit code of Ctrl-C: 128 and the number of the signal, as shells have it."""
 
 
 def _printable(error: UnicodeError) -> tuple[str | bytes, int]:
@@ -47,6 +49,10 @@ class Group(click.Group):
             _echo_json(ctx, str(error), error.exit_code)
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except KeyboardInterrupt:  # click would end in 1, as if something were wrong
+            _echo_json(ctx, "interrupted", INTERRUPTED)
+            click.echo("\nInterrupted.", err=True)
+            ctx.exit(INTERRUPTED)
         except click.ClickException as error:
             _echo_json(ctx, error.format_message(), error.exit_code)
             raise

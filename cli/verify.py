@@ -1,65 +1,27 @@
 """`torchshard verify`: prove a layer on several ranks, with the cases of its test.
 
-Imports torch inside the functions that run, and nowhere else. The proof itself is
-`torchshard.testing.check_layer`; here it is launched and shown.
+Imports torch inside the functions that run, and nowhere else.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from .cases import load_cases, load_class
-from .errors import CliError, UsageError
-from .show import echo_json, plural
+from .errors import UsageError
+from .proof import Proof, count_steps, prove
+from .show import plural
+from .show_proof import show_proof
 
 if TYPE_CHECKING:
     from torchshard.testing import Case
-
-_COMPILE_RANKS = 2
-"""One world size is enough to see that a layer compiles; it takes seconds."""
-
-
-_TRACEBACK = "Traceback (most recent call last):"
-
-
-class VerifyError(CliError, AssertionError):
-    """The layer differs from its dense twin on some number of ranks."""
-
-
-@dataclass
-class Proof:
-    """What the checks of one layer gave, by number of ranks.
-
-    Attributes:
-        layer: The layer's class name.
-        dense: What it was compared with.
-        source: The file that holds the cases.
-        num_cases: How many cases there are.
-        worst: For each number of ranks, the worst difference of each check.
-        failures: For each number of ranks on which a check failed, what it said.
-    """
-
-    layer: str
-    dense: str
-    source: str
-    num_cases: int
-    worst: dict[int, dict[str, float]]
-    failures: dict[int, str]
-
-    @property
-    def sizes_by_failure(self) -> dict[str, list[int]]:
-        """The numbers of ranks on which each distinct failure was seen."""
-        sizes: dict[str, list[int]] = {}
-        for size, failure in self.failures.items():
-            sizes.setdefault(_last_line(failure), []).append(size)
-        return sizes
 
 
 @click.command(short_help="Prove that a sharded layer equals its dense twin.")
@@ -76,40 +38,57 @@ class Proof:
     show_default=True,
     help="Numbers of ranks to prove the layer on.",
 )
+@click.option(
+    "--case",
+    "number",
+    type=click.IntRange(1),
+    help="Check that case alone, counted from 1. Default: all.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    help="Draw other inputs and initial values. Default: those of the cases, 0.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
-def verify(target: str, cases_file: Path | None, ranks: str, as_json: bool) -> None:
+def verify(
+    target: str,
+    cases_file: Path | None,
+    ranks: str,
+    number: int | None,
+    seed: int | None,
+    as_json: bool,
+) -> None:
     """Prove that a sharded layer equals its dense twin, on 1 to 4 ranks.
 
-    Runs every case in the list CASES of the layer's test: values, gradients, a step, state
-    both ways, copies, autocast, torch.compile and the number of collectives.
+    MODULE is a module that can be imported from here, or a path ending in .py. Runs every
+    case in the list CASES of its test: values, gradients, a step, state both ways, copies,
+    autocast, torch.compile and the number of collectives. Where one fails, it names the
+    command that shows this case alone.
 
     \b
-    Example:
+    Examples:
       torchshard verify parallel_embedding:ParallelEmbedding
+      torchshard verify my_package/heads.py:Head --cases checks/heads.py --seed 1
+      torchshard verify parallel_embedding:ParallelEmbedding --ranks 3 --case 2
     """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
     world_sizes = _world_sizes(ranks)
     layer = load_class(target)
-    source, cases = load_cases(layer, cases_file)
+    source, listed = load_cases(layer, cases_file)
+    numbers = _numbers(number, source, listed)
+    cases = [_seeded(listed[n - 1], seed) for n in numbers]
+    _raise_if_unpicklable(source, cases)
     proof = Proof(
         layer=layer.__name__,
-        dense=_dense_name(layer, cases),
+        dense=_dense_name(cases),
         source=source.name,
-        num_cases=len(cases),
-        worst={},
-        failures={},
+        numbers=numbers,
+        command=_command(target, cases_file),
+        seed=seed,
     )
-    for world_size in world_sizes:
-        doing = f"{plural(len(cases), 'case')} on {plural(world_size, 'rank')}"
-        with _progress(doing):
-            _prove(proof, world_size, cases)
-    _show(proof, as_json)
-
-
-def _progress(text: str) -> AbstractContextManager[Any]:
-    """Show `text` beside a spinner on a terminal; nothing elsewhere."""
-    from rich.console import Console
-
-    return Console(stderr=True).status(text)
+    with _progress(count_steps(world_sizes, cases)) as advance:
+        for size in world_sizes:
+            prove(proof, size, cases, lambda n, check: advance(size, n, check))  # noqa: B023  # called before the next size
+    show_proof(proof, as_json)
 
 
 def _world_sizes(ranks: str) -> list[int]:
@@ -121,12 +100,48 @@ def _world_sizes(ranks: str) -> list[int]:
         raise UsageError(
             f"--ranks {ranks} is not a list of numbers of ranks, such as 1,2,3,4"
         )
-    return sizes
+    return sorted(set(sizes))
 
 
-def _dense_name(layer: type, cases: Sequence[Case]) -> str:
-    names = {_twin(case) for case in cases}
-    return " and ".join(sorted(names))
+def _numbers(number: int | None, source: Path, cases: Sequence[Case]) -> list[int]:
+    """The numbers of the cases to check."""
+    if number is None:
+        return list(range(1, len(cases) + 1))
+    if number > len(cases):
+        listed = "".join(f"\n  {n}  {case}" for n, case in enumerate(cases, 1))
+        raise UsageError(
+            f"--case {number}: {source.name} has {plural(len(cases), 'case')} of"
+            f" {_name(cases[0])}:{listed}"
+        )
+    return [number]
+
+
+def _name(case: Case) -> str:
+    return getattr(case.layer, "__name__", repr(case.layer))
+
+
+def _seeded(case: Case, seed: int | None) -> Case:
+    return case if seed is None else replace(case, seed=seed)
+
+
+def _raise_if_unpicklable(source: Path, cases: Sequence[Case]) -> None:
+    """Refuse what no other process can be handed, such as a lambda.
+
+    Raises:
+        UsageError: If a case does not pickle.
+    """
+    for case in cases:
+        try:
+            pickle.dumps(case)
+        except Exception as error:  # pickling calls people's own code
+            raise UsageError(
+                f"{source.name}: {case} cannot be sent to the ranks: {error}."
+                " Use classes and functions from the top level of a module"
+            ) from error
+
+
+def _dense_name(cases: Sequence[Case]) -> str:
+    return " and ".join(sorted({_twin(case) for case in cases}))
 
 
 def _twin(case: Case) -> str:
@@ -137,100 +152,26 @@ def _twin(case: Case) -> str:
     return f"torch.nn.{name}" if module.startswith("torch.nn") else name
 
 
-def _prove(proof: Proof, world_size: int, cases: Sequence[Case]) -> None:
-    from torchshard.errors import RankError
-    from torchshard.testing import check_cases, run_ranks
-
-    try:
-        per_rank = run_ranks(check_cases, world_size, cases, timeout_s=600)
-        if world_size == _COMPILE_RANKS:
-            per_rank += run_ranks(
-                check_cases, world_size, cases[:1], True, timeout_s=600
-            )
-    except RankError as error:
-        proof.failures[world_size] = _what_it_said(str(error))
-        return
-    worst: dict[str, float] = {}
-    for checked in _flat(per_rank):
-        worst[checked.name] = max(worst.get(checked.name, 0.0), checked.difference)
-    proof.worst[world_size] = worst
+def _command(target: str, cases_file: Path | None) -> list[str]:
+    cases = ["--cases", str(cases_file)] if cases_file else []
+    return ["torchshard", "verify", target, *cases]
 
 
-def _flat(per_rank: Sequence[Any]) -> Iterator[Any]:
-    return (checked for cases in per_rank for case in cases for checked in case)
-
-
-def _what_it_said(error: str) -> str:
-    """Return the check's own words where a check failed, or all of it where a rank did."""
-    _, found, words = error.rpartition("torchshard.errors.CheckError: ")
-    return words.strip() if found else error
-
-
-def _last_line(failure: str) -> str:
-    """The error that a traceback ends in, without its module; all where there is none."""
-    if _TRACEBACK not in failure:
-        return failure
-    lines = failure.rpartition(_TRACEBACK)[2].strip("\n").splitlines()
-    starts = [i for i, line in enumerate(lines) if not line.startswith(" ")]
-    said = "\n".join(lines[starts[0] :] if starts else lines[-1:])
-    name, colon, words = said.partition(": ")
-    return f"{name.rpartition('.')[2]}{colon}{words}"
-
-
-def _ranks(sizes: Sequence[int]) -> str:
-    """`1 rank`, `1, 2 and 4 ranks`."""
-    if len(sizes) == 1:
-        return plural(sizes[0], "rank")
-    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks"
-
-
-def _show_tracebacks(proof: Proof) -> None:
-    """Print, on stderr, the traceback of each distinct failure that has one."""
-    for sizes in proof.sizes_by_failure.values():
-        failure = proof.failures[sizes[0]]
-        if _TRACEBACK in failure:
-            click.echo(f"{failure.rstrip()}\n", err=True)
-
-
-def _show(proof: Proof, as_json: bool) -> None:
-    if as_json:
-        echo_json(json.dumps(vars(proof), indent=2))
-    elif proof.worst:
-        _show_table(proof)
-    if proof.failures:
-        if not as_json:
-            _show_tracebacks(proof)
-        said = "\n".join(
-            f"  {_ranks(sizes)}: {words}"
-            for words, sizes in proof.sizes_by_failure.items()
-        )
-        raise VerifyError(f"{proof.layer} does not equal {proof.dense}:\n{said}")
-    if not as_json:
-        sizes = ", ".join(map(str, proof.worst))
-        ranks = "rank" if sizes == "1" else "ranks"
-        click.echo(f"{proof.layer} equals {proof.dense} on {sizes} {ranks}.")
-
-
-def _show_table(proof: Proof) -> None:
-    """Print the worst difference of each check, a column for each number of ranks."""
+@contextmanager
+def _progress(num_steps: int) -> Iterator[Callable[[int, int, str], None]]:
+    """Show a bar on a terminal, nothing elsewhere; gives what moves it by one check."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    click.echo(f"{proof.layer}: {plural(proof.num_cases, 'case')} of {proof.source}")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("worst difference")
-    for world_size in proof.worst:
-        table.add_column(plural(world_size, "rank"), justify="right")
-    checks = list(
-        dict.fromkeys(name for worst in proof.worst.values() for name in worst)
-    )
-    for name in checks:
-        cells = [_cell(worst.get(name)) for worst in proof.worst.values()]
-        table.add_row(name, *cells)
-    Console().print(table)
+    console = Console(stderr=True)
+    columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("starting the ranks", total=num_steps)
 
+        def advance(world_size: int, number: int, check: str) -> None:
+            doing = f"{plural(world_size, 'rank')}, case {number}, {check}"
+            progress.update(task, advance=1, description=doing)
 
-def _cell(difference: float | None) -> str:
-    if difference is None:
-        return "-"
-    return "exact" if difference == 0.0 else f"{difference:.1e}"
+        yield advance

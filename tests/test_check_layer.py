@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -544,3 +545,30 @@ def a_layer_is_its_own_dense_twin():
 def test_without_a_dense_twin_the_layer_in_a_group_of_one_is_it():
     """Values, gradients and first values are compared with the layer's own on one rank."""
     run_ranks(a_layer_is_its_own_dense_twin, 2)
+
+
+def test_a_seed_draws_other_numbers():
+    """Inputs, initial values and cotangents change with it, and the layer is right at each."""
+    cases = [
+        dataclasses.replace(column(ParallelLinear), seed=seed) for seed in (0, 1, 2)
+    ]
+    drawn = [case.draw(torch.float64).args[0] for case in cases]
+    generator = torch.Generator().manual_seed(20)
+    first = torch.randn(drawn[0].shape, generator=generator, dtype=torch.float64)
+    assert torch.equal(drawn[0], first)
+    assert not torch.equal(drawn[1], drawn[2])
+    assert len({case.seed_for(use) for case in cases for use in (11, 20, 999)}) == 9
+    used = [set(seeds_used(case)) for case in cases]
+    assert len(set.union(*used)) == sum(map(len, used)) >= 3 * 6
+
+
+def seeds_used(case):
+    """Yield every seed that a check of `case` sets, its own generators' included."""
+    wrapped = mock.patch.object(torch, "manual_seed", wraps=torch.manual_seed)
+    numbered = mock.patch.object(Case, "seed_for", autospec=True)
+    with wrapped as whole, numbered as seed_for:
+        seed_for.side_effect = lambda case, use: 1000 * case.seed + use
+        check_layer(case)
+    asked = {1000 * case.seed + call.args[1] for call in seed_for.call_args_list}
+    assert {call.args[0] for call in whole.call_args_list} <= asked
+    return asked

@@ -1,7 +1,10 @@
 """`torchshard verify`: what it shows, what it says, and how it ends."""
 
 import json
+import os
+import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from torchshard_cli.main import main
-from torchshard_cli.verify import Proof, _ranks, _show
+from torchshard_cli.proof import Failure, Proof
+from torchshard_cli.show_proof import ranks_text, show_proof
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,23 +51,97 @@ def test_a_right_layer_is_proved(project: Path) -> None:
     assert lines[-1] == "ParallelDoubled equals Dense on 1, 2 ranks."
 
 
-def test_a_wrong_layer_is_named_with_its_difference(project: Path) -> None:
-    """Status 1, the case, the rank, the check, the place and the difference."""
+def edited(project: Path, old: str, new: str) -> None:
     layer = project / "parallel_doubled.py"
-    layer.write_text(layer.read_text("utf-8").replace("* self.weight", "* 2"), "utf-8")
-    result = torchshard(
-        project, "verify", "parallel_doubled:ParallelDoubled", "--ranks", "2", "--json"
-    )
+    text = layer.read_text("utf-8")
+    assert old in text
+    layer.write_text(text.replace(old, new), "utf-8")
+
+
+def test_a_wrong_layer_is_named_with_its_difference(project: Path) -> None:
+    """Status 1, the case, the rank, the check, the place, the difference, the command."""
+    edited(project, "* self.weight", "* 2")
+    target = "parallel_doubled:ParallelDoubled"
+    result = torchshard(project, "verify", target, "--ranks", "2")
     assert result.returncode == 1
-    proof = json.loads(result.stdout)
-    assert proof["worst"] == {}
-    assert list(proof["failures"]) == ["2"]
+    assert re.search(r"^state +exact$", result.stdout, re.M)
+    assert re.search(r"^output and gradients +FAILED\Z", result.stdout.rstrip(), re.M)
     assert re.fullmatch(
         r"Error: ParallelDoubled does not equal Dense:\n"
         r"  2 ranks: ParallelDoubled\(7\) of \(4x7\), rank [01] of 2, output and gradients:"
         r" output 0 differs by [0-9.]+ at \(\d, \d\), where the dense layer has"
-        r" -?[0-9.]+; allowed is 1e-10\n",
+        r" -?[0-9.]+; allowed is 1e-10\n"
+        rf"    again: torchshard verify {target} --ranks 2 --case 1\n",
         result.stderr,
+    )
+
+
+WRONG_ON_RANK_2 = """\
+        if self.group.rank == 2 and input.dim() == 3:
+            input = input * 1.5
+        return input * self.weight"""
+
+
+def test_the_command_that_is_named_shows_the_same_failure(project: Path) -> None:
+    """One case fails on one number of ranks: the command runs it alone, with its numbers."""
+    edited(project, "        return input * self.weight", WRONG_ON_RANK_2)
+    first = torchshard(
+        project, "verify", "parallel_doubled:ParallelDoubled", "--seed", "5", "--json"
+    )
+    assert first.returncode == 1, first.stderr
+    proof = json.loads(first.stdout)
+    (failure, _) = proof["failures"]
+    assert (failure["ranks"], failure["case"]) == (3, 2)
+    assert failure["check"] == "output and gradients"
+    command = failure["command"]
+    assert f"    again: {command}\n" in first.stderr
+    words = command.split()
+    assert words[0] == "torchshard"
+    assert words[-6:] == ["--ranks", "3", "--seed", "5", "--case", "2"]
+    again = torchshard(project, *words[1:], "--json")
+    assert again.returncode == 1
+    shown = json.loads(again.stdout)
+    assert (shown["cases"], shown["seed"]) == ([2], 5)
+    assert without_rank(shown["failures"][0]) == without_rank(failure)
+    assert shown["failures"][0]["command"] == command
+    other = torchshard(project, *words[1:-3], "6", "--case", "2", "--json")
+    (different,) = json.loads(other.stdout)["failures"]
+    assert without_rank(different) != without_rank(failure)
+
+
+def without_rank(failure: dict[str, str]) -> str:
+    """What it said; which of the ranks that are wrong says it first is chance."""
+    return re.sub(r"rank \d of", "rank of", failure["said"])
+
+
+def test_results_for_programs(project: Path) -> None:
+    """Each check on each number of ranks: how it ended, and its worst difference."""
+    edited(project, "        return input * self.weight", WRONG_ON_RANK_2)
+    target = "parallel_doubled:ParallelDoubled"
+    done = torchshard(project, "verify", target, "--ranks", "2,3", "--json")
+    assert done.returncode == 1
+    results = {
+        (one["check"], one["ranks"]): (one["result"], one["worst_difference"])
+        for one in json.loads(done.stdout)["results"]
+    }
+    assert results["state", 2] == ("passed", 0.0)
+    assert results["compile", 2] == ("passed", 0.0)
+    assert results["state", 3] == ("stopped", 0.0)
+    assert results["output and gradients", 3] == ("failed", 0.0)
+    assert results["compile", 3] == ("not run", None)
+
+
+def test_a_case_that_is_not_there(project: Path) -> None:
+    """The cases are listed by number, and the status is 2."""
+    result = torchshard(
+        project, "verify", "parallel_doubled:ParallelDoubled", "--case", "4"
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "Error: --case 4: test_parallel_doubled.py has 3 cases of ParallelDoubled:\n"
+        "  1  ParallelDoubled(7) of (4x7)\n"
+        "  2  ParallelDoubled(7, gather_output=True) of (2x3x7)\n"
+        "  3  ParallelDoubled(3) of (4x3)\n"
     )
 
 
@@ -77,7 +155,12 @@ def test_a_wrong_declaration_is_told_once(
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
     result = in_process("parallel_doubled:ParallelDoubled", "--ranks", "1,2")
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1].split() == [
+        *("initial", "values"),
+        "FAILED",
+        "FAILED",
+    ]
     assert result.stderr.count("Traceback (most recent call last):") == 1
     words = (
         "LayoutError: Segment('feature') names an axis that is not declared."
@@ -86,12 +169,13 @@ def test_a_wrong_declaration_is_told_once(
     assert result.stderr.endswith(
         f"torchshard.errors.{words}\n\n"
         f"Error: ParallelDoubled does not equal Dense:\n  1 and 2 ranks: {words}\n"
+        "    again: torchshard verify parallel_doubled:ParallelDoubled --ranks 1 --case 1\n"
     )
 
 
 def proof_of(**failures: str) -> Proof:
-    by_size = {int(size[1:]): failure for size, failure in failures.items()}
-    return Proof("Own", "Dense", "test_own.py", 1, worst={}, failures=by_size)
+    by_size = {int(size[1:]): Failure(said) for size, said in failures.items()}
+    return Proof("Own", "Dense", "test_own.py", failures=by_size)
 
 
 def test_failures_are_told_apart_by_their_error() -> None:
@@ -173,14 +257,14 @@ def test_a_package_below_src_asks_to_be_installed(
 )
 def test_ranks_in_words(sizes: list[int], text: str) -> None:
     """As one would say it."""
-    assert _ranks(sizes) == text
+    assert ranks_text(sizes) == text
 
 
 def test_one_is_no_plural(capsys: pytest.CaptureFixture[str]) -> None:
     """One case, one rank."""
     proof = proof_of()
     proof.worst[1] = {"output": 0.0}
-    _show(proof, as_json=False)
+    show_proof(proof, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Own: 1 case of test_own.py"
     assert lines[-1] == "Own equals Dense on 1 rank."
@@ -189,7 +273,7 @@ def test_one_is_no_plural(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_is_whole() -> None:
     """The example stays a line of its own; no summary of a command is cut."""
     shown = in_process("--help").output
-    assert "\n  Example:\n    torchshard verify parallel_embedding:Parallel" in shown
+    assert "\n  Examples:\n    torchshard verify parallel_embedding:Parallel" in shown
     assert "..." not in CliRunner().invoke(main, ["--help"]).output.partition("Comm")[2]
 
 
@@ -287,3 +371,237 @@ def test_help_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+LAYER = """\
+import torchshard as ts
+from torch import nn
+{imports}
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+
+    def forward(self, input):
+        return 2 * input
+
+
+class ParallelOwn(ts.ParallelLayer):
+    def __init__(self, *, group=None, device=None, dtype=None):
+        super().__init__(group)
+        self.declare(
+            axes={{"features": ts.Axis(7)}},
+            parameters={{}},
+            inputs={{"input": ts.Shard(-1, "features")}},
+            output=ts.Shard(-1, "features"),
+            device=device,
+            dtype=dtype,
+        )
+
+    def local_forward(self, input):
+        return FACTOR * input
+
+"""
+CASES = """\
+from torchshard.testing import Case, Floats
+{imports}
+
+CASES = [Case(ParallelOwn, Dense, inputs=[Floats((3, 7))])]
+"""
+PROVED = "ParallelOwn equals Dense on 2 ranks."
+
+
+def lay_out(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+
+
+def package(name: str = "") -> dict[str, str]:
+    """A package with its tests inside, both with relative imports."""
+    return {
+        f"{name}/__init__.py": "",
+        f"{name}/factor.py": "FACTOR = 2\n",
+        f"{name}/own.py": LAYER.format(imports="from .factor import FACTOR\n"),
+        f"{name}/tests/__init__.py": "",
+        f"{name}/tests/test_own.py": CASES.format(
+            imports="from ..own import Dense, ParallelOwn\n"
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "target", ["strange.own:ParallelOwn", "strange/own.py:ParallelOwn"]
+)
+def test_a_package_that_is_not_installed(tmp_path: Path, target: str) -> None:
+    """Found from the working directory, by module or by path; its test imports relatively."""
+    lay_out(tmp_path, package("strange"))
+    result = torchshard(tmp_path, "verify", target, "--ranks", "2")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == PROVED
+
+
+def test_a_package_elsewhere_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an editable install leaves it, and though an installed package is called tests."""
+    lay_out(tmp_path / "far", package("strange"))
+    lay_out(tmp_path / "installed", {"tests/__init__.py": "raise RuntimeError\n"})
+    outer = {
+        "tests/__init__.py": "",
+        "tests/test_own.py": (
+            CASES.format(imports="from strange.own import Dense, ParallelOwn\n")
+        ),
+    }
+    lay_out(tmp_path / "far", outer)
+    (tmp_path / "here").mkdir()
+    path = f"{tmp_path / 'installed'}:{tmp_path / 'far'}"
+    monkeypatch.setenv("PYTHONPATH", path)
+    for cases in ("strange/tests/test_own.py", "tests/test_own.py"):
+        result = torchshard(
+            tmp_path / "here",
+            *("verify", "strange.own:ParallelOwn", "--ranks", "2"),
+            *("--cases", str(tmp_path / "far" / cases)),
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines()[-1] == PROVED
+
+
+def test_a_class_in_a_script(tmp_path: Path) -> None:
+    """With its cases in the same file, what runs below `__main__` left alone."""
+    text = LAYER.format(imports="FACTOR = 2\n") + CASES.format(imports="")
+    script = f"{text}\nif __name__ == '__main__':\n    raise SystemExit('trained')\n"
+    lay_out(tmp_path, {"train-it.py": script})
+    for target in ("train-it:ParallelOwn", "train-it.py:ParallelOwn"):
+        result = torchshard(tmp_path, "verify", target, "--ranks", "2")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines()[-1] == PROVED
+
+
+def test_a_module_of_a_package_by_itself(tmp_path: Path) -> None:
+    """From inside the package: where to run it, and as what."""
+    lay_out(tmp_path, package("strange"))
+    result = torchshard(tmp_path / "strange", "verify", "own:ParallelOwn")
+    assert result.returncode == 2
+    assert result.stderr.endswith(
+        f"it is part of a package: from {tmp_path}, it is strange.own\n"
+    )
+
+
+def test_a_class_imported_by_another_name(tmp_path: Path) -> None:
+    """The cases are of the same file's class as another module: the one is named."""
+    files = package("strange")
+    files["strange/own.py"] = LAYER.format(imports="FACTOR = 2\n")
+    lay_out(tmp_path, files)
+    cases = tmp_path / "strange" / "tests" / "test_own.py"
+    result = torchshard(
+        tmp_path / "strange", "verify", "own:ParallelOwn", "--cases", str(cases)
+    )
+    assert (result.returncode, result.stderr) == (
+        2,
+        f"Error: no case in {cases} is of ParallelOwn as own defines it, but of"
+        " strange.own's; torchshard verify strange.own:ParallelOwn\n",
+    )
+
+
+def test_a_file_whose_name_leads_elsewhere(tmp_path: Path) -> None:
+    """A test that another module hides is not silently taken for it."""
+    lay_out(
+        tmp_path, {"own.py": LAYER.format(imports="FACTOR = 2\n"), "far/json.py": ""}
+    )
+    result = torchshard(tmp_path, "verify", "own:ParallelOwn", "--cases", "far/json.py")
+    assert result.returncode == 2
+    assert re.match(
+        r"Error: importing 'json' gives \S+, not far/json.py", result.stderr
+    )
+
+
+def test_a_case_that_cannot_be_sent(tmp_path: Path) -> None:
+    """A lambda is refused in words before any rank starts."""
+    text = LAYER.format(imports="FACTOR = 2\n") + CASES.format(imports="")
+    text = text.replace("(3, 7))]", "(3, 7)), lambda: 1]")
+    lay_out(tmp_path, {"own.py": text})
+    result = torchshard(tmp_path, "verify", "own:ParallelOwn")
+    assert result.returncode == 2
+    assert result.stderr.startswith("Error: own.py: ParallelOwn() of (3x7, <function ")
+    assert result.stderr.endswith(
+        ". Use classes and functions from the top level of a module\n"
+    )
+
+
+SLEEPER = """\
+import sys, time
+import torchshard as ts
+from torch import nn
+from torchshard.testing import Case
+
+
+class Sleeper(nn.Module):
+    def __init__(self, group=None):
+        super().__init__()
+        print("asleep", file=sys.stderr, flush=True)
+        time.sleep(60)
+
+
+CASES = [Case(Sleeper)]
+"""
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """Off a terminal, from all processes of the group at once: a word, 130, no traceback."""
+    lay_out(tmp_path, {"sleeper.py": SLEEPER})
+    command = [sys.executable, "-m", "torchshard_cli", "verify", "sleeper:Sleeper"]
+    with subprocess.Popen(
+        [*command, "--ranks", "2"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "asleep\n"
+        os.killpg(process.pid, signal.SIGINT)
+        shown, said = process.communicate(timeout=60)
+    assert (process.returncode, shown) == (130, "")
+    assert said.replace("asleep\n", "") == "\nInterrupted.\n"
+
+
+def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
+    """The bar is wiped, the cursor shown again, and the status is 130."""
+    lay_out(
+        tmp_path, {"sleeper.py": SLEEPER.replace('print("asleep"', 'print("asleep!"')}
+    )
+    command = [sys.executable, "-m", "torchshard_cli", "verify", "sleeper:Sleeper"]
+    status, shown = on_a_terminal(command, tmp_path, until="asleep!", then="\x03")
+    assert status == 130
+    assert "1 rank, case 1, initial values" in shown
+    assert "Traceback" not in shown
+    assert "\x1b[?25h" in shown  # the cursor
+    assert shown.endswith("\r\nInterrupted.\r\n")
+
+
+def on_a_terminal(
+    command: list[str], folder: Path, until: str, then: str
+) -> tuple[int, str]:
+    """Run a command at a terminal; once it shows `until`, wait for a picture and type."""
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(folder)
+        os.environ["TERM"] = "xterm"
+        os.execv(command[0], command)
+    shown, is_typed = b"", False
+    while True:
+        try:
+            read = os.read(terminal, 4096)
+        except OSError:  # Linux's way to say that the terminal is closed
+            read = b""
+        if not read:
+            break
+        shown += read
+        if not is_typed and until.encode() in shown and b"initial values" in shown:
+            os.write(terminal, then.encode())
+            is_typed = True
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), shown.decode()

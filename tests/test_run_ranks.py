@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torchshard.distributed import groups
 from torchshard.errors import RankError
-from torchshard.testing.ranks import run_ranks
+from torchshard.testing.ranks import run_ranks, tell
 
 
 def place_and_double(x):
@@ -187,3 +187,32 @@ def test_what_ranks_print_is_shown(tmp_path):
     )
     assert sorted(shown.stdout.split("\n")) == ["", "rank 0 speaks", "rank 1 speaks"]
     assert shown.stderr == ""
+
+
+def tell_where_it_stands():
+    tell(("begins", groups.get_rank()))
+    dist.barrier()
+    if groups.get_rank() == 1:
+        raise ValueError("halfway")
+    tell("goes on")
+    dist.barrier()
+
+
+def test_what_ranks_tell_is_heard_while_they_run():
+    """From each rank, before it ends; the error names the rank that failed by number."""
+    heard = []
+    with pytest.raises(RankError) as error:
+        run_ranks(
+            tell_where_it_stands,
+            2,
+            timeout_s=30,
+            on_told=lambda *told: heard.append(told),
+        )
+    assert error.value.rank == 1
+    assert sorted(heard, key=str) == [
+        (0, "goes on"),
+        (0, ("begins", 0)),
+        (1, ("begins", 1)),
+    ]
+    run_ranks(tell, 2, "to nobody")
+    tell("in no rank")

@@ -47,7 +47,13 @@ class StateError(TorchShardError, RuntimeError):
 
 
 class RankError(TorchShardError, RuntimeError):
-    """A rank of a launched group failed."""
+    """A rank of a launched group failed.
+
+    Attributes:
+        rank: The one that failed first; None where ranks did not finish in time.
+    """
+
+    rank: int | None = None
 
 
 class CheckError(TorchShardError, AssertionError):

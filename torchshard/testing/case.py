@@ -74,6 +74,7 @@ class Case:
         keywords: Keyword arguments of `forward`, likewise.
         collectives: How many collectives forward and backward take on more than one rank;
             None leaves them uncounted.
+        seed: Which random inputs, values and cotangents; each seed gives others.
     """
 
     layer: Callable[..., nn.Module]
@@ -84,6 +85,7 @@ class Case:
     inputs: Sequence[Any] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     collectives: tuple[int, int] | None = None
+    seed: int = 0
 
     def __str__(self) -> str:
         given = [_brief(arg) for arg in self.args]
@@ -93,6 +95,10 @@ class Case:
         fed += [f"{key}={_brief(value)}" for key, value in self.keywords.items()]
         name = getattr(self.layer, "__name__", repr(self.layer))
         return f"{name}({', '.join(given)}) of ({', '.join(fed)})"
+
+    def seed_for(self, use: int) -> int:
+        """Return a seed for one of up to 1000 uses, so that no two draw the same numbers."""
+        return 1000 * self.seed + use
 
     def build(self, **extra: Any) -> nn.Module:
         """Return the sharded layer."""
@@ -106,7 +112,7 @@ class Case:
 
     def draw(self, dtype: torch.dtype) -> Feed:
         """Return one set of inputs, the same at every call and on every rank."""
-        generator = torch.Generator().manual_seed(20)
+        generator = torch.Generator().manual_seed(self.seed_for(20))
         args = [_drawn(x, generator, dtype) for x in self.inputs]
         named = {
             key: _drawn(value, generator, dtype) for key, value in self.keywords.items()

@@ -25,6 +25,7 @@ from torchshard.layer import ParallelLayer
 from torchshard.state import collect_state_dict, gathered, sharded_entries
 from torchshard.tensor import whole
 from torchshard.testing.case import Case, Feed
+from torchshard.testing.ranks import tell
 
 TOLERANCE = 1e-10
 """Largest difference between float64 results that are summed in different orders."""
@@ -38,6 +39,26 @@ class Checked:
 
     name: str
     difference: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a rank stands: in a check, or behind one that passed.
+
+    Attributes:
+        case: The case's place in the list, from 1.
+        check: Name of the check.
+        difference: The worst difference that it met; None before it ran.
+    """
+
+    case: int
+    check: str
+    difference: float | None = None
+
+
+def num_steps(num_cases: int, *, compiled: bool = False) -> int:
+    """Return how many checks a rank makes of that many cases."""
+    return num_cases * (len(_CHECKS) + compiled)
 
 
 def check_layer(case: Case, *, compiled: bool = False) -> list[Checked]:
@@ -54,30 +75,38 @@ def check_layer(case: Case, *, compiled: bool = False) -> list[Checked]:
         CheckError: If the layer differs from its twin; the text names the case, the rank,
             the check, and the worst difference.
     """
-    checks = [*_CHECKS, _compile] if compiled else _CHECKS
+    return _checked(case, 1, compiled)
+
+
+def check_cases(cases: Sequence[Case], compiled: bool = False) -> list[list[Checked]]:
+    """Check each case in turn, as `check_layer` does. A body for `run_ranks`.
+
+    Tells the launch of each check, before and after, as a `Step`.
+    """
+    return [_checked(case, number, compiled) for number, case in enumerate(cases, 1)]
+
+
+def _checked(case: Case, number: int, compiled: bool) -> list[Checked]:
     results = []
-    for check in checks:
+    for check in [*_CHECKS, _compile] if compiled else _CHECKS:
         name = check.__name__.removeprefix("_").replace("_", " ")
+        tell(Step(number, name))
         try:
             results.append(Checked(name, check(case)))
         except CheckError as error:
             group = model_group()
             place = f"rank {group.rank} of {group.size}"
             raise CheckError(f"{case}, {place}, {name}: {error}") from None
+        tell(Step(number, name, results[-1].difference))
     return results
-
-
-def check_cases(cases: Sequence[Case], compiled: bool = False) -> list[list[Checked]]:
-    """Check each case in turn, as `check_layer` does. A body for `run_ranks`."""
-    return [check_layer(case, compiled=compiled) for case in cases]
 
 
 def _initial_values(case: Case) -> float:
     """The same seed gives the dense layer's values and leaves the same random stream."""
-    torch.manual_seed(11)
+    torch.manual_seed(case.seed_for(11))
     dense = case.build_dense()
     after = torch.get_rng_state()
-    torch.manual_seed(11)
+    torch.manual_seed(case.seed_for(11))
     layer = case.build()
     if not torch.equal(after, torch.get_rng_state()):
         raise CheckError(
@@ -89,7 +118,7 @@ def _initial_values(case: Case) -> float:
 def _whole_parameters_alike(case: Case) -> float:
     """Parameters that are not sharded are equal on ranks with different seeds."""
     group = model_group()
-    torch.manual_seed(100 + group.rank)
+    torch.manual_seed(case.seed_for(100 + group.rank))
     worst = 0.0
     for key, tensor in _whole_tensors(case.build()):
         first = collectives.broadcast(tensor.detach(), group)
@@ -122,10 +151,10 @@ def _meta_device(case: Case) -> float:
     if not isinstance(case.build(), ParallelLayer) or not _takes_device(case):
         return 0.0
     late = cast(ParallelLayer, case.build(device="meta").to_empty(device="cpu"))
-    torch.manual_seed(12)
+    torch.manual_seed(case.seed_for(12))
     late.reset_parameters()
     usual = cast(ParallelLayer, case.build())
-    torch.manual_seed(12)
+    torch.manual_seed(case.seed_for(12))
     usual.reset_parameters()
     return _same_tensors(dict(late.state_dict()), dict(usual.state_dict()), 0.0)
 
@@ -149,20 +178,20 @@ def _trained_alike(case: Case, layer: nn.Module, dense: nn.Module) -> float:
     before = [tensor.detach().clone() for tensor in feed.tensors]
     output, dense_output = feed.into_sharded(layer), dense_feed.into(dense)
     worst = _same_outputs(output, dense_output)
-    _backward(output)
-    _backward(dense_output)
+    _backward(case, output)
+    _backward(case, dense_output)
     worst = max(worst, _same_input_grads(feed, dense_feed))
     for tensor, value in zip(feed.tensors, before, strict=True):
         _same("the caller's input after the call", tensor, value, 0.0)
     return max(worst, _same_parameter_grads(layer, dense))
 
 
-def _backward(output: Any) -> None:
+def _backward(case: Case, output: Any) -> None:
     """Send a fixed random cotangent back through every output."""
     tensors = [y for y in _outputs(output) if y.requires_grad]
     if not tensors:
         return
-    generator = torch.Generator().manual_seed(21)
+    generator = torch.Generator().manual_seed(case.seed_for(21))
     grads = [
         torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
         for y in tensors
@@ -267,7 +296,7 @@ def _step(case: Case) -> float:
             feed = case.draw(torch.float64)
             output = feed.into_sharded(model) if is_sharded else feed.into(model)
             model.zero_grad()
-            _backward(output)
+            _backward(case, output)
             if optimizer is not None:
                 optimizer.step()
     return max(worst, _same_state(layer, dense, TOLERANCE))
@@ -385,8 +414,8 @@ def _compile(case: Case) -> float:
         output = feed.into_sharded(compiled)
     dense_output = dense_feed.into(dense)
     worst = _same_outputs(output, dense_output)
-    _backward(output)
-    _backward(dense_output)
+    _backward(case, output)
+    _backward(case, dense_output)
     worst = max(worst, _same_input_grads(feed, dense_feed))
     return max(worst, _same_parameter_grads(layer, dense))
 
@@ -424,9 +453,9 @@ def _twins(
     case: Case, dtype: torch.dtype = torch.float64
 ) -> tuple[nn.Module, nn.Module]:
     """Return the sharded layer and its dense twin with the same weights."""
-    torch.manual_seed(13)
+    torch.manual_seed(case.seed_for(13))
     dense = case.build_dense().to(dtype)
-    torch.manual_seed(14)
+    torch.manual_seed(case.seed_for(14))
     layer = case.build().to(dtype)
     layer.load_state_dict(dense.state_dict())
     return layer, dense

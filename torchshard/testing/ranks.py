@@ -11,12 +11,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,6 +36,9 @@ _GRACE_S = 3.0
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """What gloo says on a rank whose neighbour is gone: a consequence, even if seen first."""
 
+_pipe: Connection | None = None
+"""In a rank: to the process that launched it."""
+
 
 def run_ranks(
     body: Callable[..., Any],
@@ -40,6 +46,7 @@ def run_ranks(
     *args: Any,
     group_size: int = -1,
     timeout_s: float = 120.0,
+    on_told: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
     """Call `body(*args)` on `world_size` ranks and return what each returned.
 
@@ -51,6 +58,7 @@ def run_ranks(
         *args: Arguments for `body`, pickled.
         group_size: Ranks of one model group; -1 means all of them.
         timeout_s: Seconds until the ranks are killed.
+        on_told: Called here with a rank and what `body` gave to `tell` there.
 
     Returns:
         The results, by rank. They are pickled on the way.
@@ -59,6 +67,7 @@ def run_ranks(
         RankError: If a rank raised, died or did not finish in time. The message holds the
             traceback of the rank that failed first.
     """
+    __tracebackhide__ = True  # pytest then shows the line of the test, and the rank's
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED, *_already_imported()])
     # Plain pickle: multiprocessing's own would share the memory of tensors, and a rank's
@@ -74,13 +83,36 @@ def run_ranks(
                 process = context.Process(
                     target=_rank_main, args=(sender, rank, place, call), daemon=True
                 )
-                process.start()
+                with _without_interrupts():
+                    process.start()
                 sender.close()
                 pipes.append(receiver)
                 processes.append(process)
-            return _results(pipes, processes, body.__name__, timeout_s)
+            told = on_told or (lambda rank, value: None)
+            return _results(pipes, processes, body.__name__, timeout_s, told)
         finally:
             _kill(processes)
+
+
+def tell(value: Any) -> None:
+    """In a rank, send `value` to the `on_told` of its `run_ranks`; nothing elsewhere."""
+    if _pipe is not None:
+        _pipe.send_bytes(pickle.dumps((None, value)))
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Let what starts here never see Ctrl-C, which a terminal sends to all processes.
+
+    They inherit the mask. Who launched them is interrupted, and kills them; a fork server
+    or a rank would print a traceback of its own. An interrupt of the moment is not lost.
+    """
+    resource_tracker.ensure_running()  # it clears the mask when it starts
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _already_imported() -> list[str]:
@@ -94,6 +126,8 @@ def _rank_main(
     place: tuple[str, int, int, float],
     call: bytes,
 ) -> None:
+    global _pipe
+    _pipe = sender
     path, world_size, group_size, timeout_s = place
     torch.set_num_threads(1)
     os.environ.setdefault(
@@ -127,7 +161,9 @@ def _results(
     processes: list[BaseProcess],
     name: str,
     timeout_s: float,
+    on_told: Callable[[int, Any], None],
 ) -> list[Any]:
+    __tracebackhide__ = True
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     deadline = time.monotonic() + timeout_s
@@ -137,39 +173,45 @@ def _results(
             for rank, pipe in enumerate(pipes)
             if rank not in {**results, **failures}
         ]
-        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        # Once past, not even those that still tell something are heard.
+        left = deadline - time.monotonic()
+        ready = wait(waiting, left) if left > 0 else []
         if not ready:
             break
         for pipe in ready:
             rank = next(r for r, candidate in enumerate(pipes) if candidate is pipe)
             ok, value = _received(pipes[rank], processes[rank])
+            if ok is None:
+                on_told(rank, value)
+                continue
             (results if ok else failures)[rank] = value
             if not ok:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
     if len(results) == len(pipes):
         return [results[rank] for rank in range(len(pipes))]
-    raise RankError(_report(name, timeout_s, len(pipes), results, failures))
+    raise _error(name, timeout_s, len(pipes), results, failures)
 
 
-def _received(pipe: Connection, process: BaseProcess) -> tuple[bool, Any]:
+def _received(pipe: Connection, process: BaseProcess) -> tuple[bool | None, Any]:
+    """Return what a rank sent: None and what it tells, or whether it came to an end well."""
     try:
         ok, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(_GRACE_S)
         return False, f"died with exit code {process.exitcode}"
-    return bool(ok), value
+    return ok, value
 
 
-def _report(
+def _error(
     name: str,
     timeout_s: float,
     world_size: int,
     results: dict[int, Any],
     failures: dict[int, str],
-) -> str:
+) -> RankError:
     unfinished = [r for r in range(world_size) if r not in {**results, **failures}]
     if not failures:
-        return (
+        return RankError(
             f"{name}: rank {_listed(unfinished)} of {world_size} did not finish within"
             f" {timeout_s:g} s and was killed. A rank that skips a collective leaves the"
             " others waiting."
@@ -182,7 +224,9 @@ def _report(
         lines.append(f"Rank {_listed(others)} failed after it.")
     if unfinished:
         lines.append(f"Rank {_listed(unfinished)} was still waiting and was killed.")
-    return "\n".join([*lines, "", failures[first]])
+    error = RankError("\n".join([*lines, "", failures[first]]))
+    error.rank = first
+    return error
 
 
 def _listed(ranks: list[int]) -> str:
