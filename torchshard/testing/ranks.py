@@ -64,15 +64,16 @@ def run_ranks(
         The results, by rank. They are pickled on the way.
 
     Raises:
-        RankError: If a rank raised, died or did not finish in time. The message holds the
-            traceback of the rank that failed first.
+        RankError: If `body` cannot be imported by its name, or a rank raised, died or did
+            not finish in time. The message holds the traceback of the rank that failed
+            first.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test, and the rank's
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED, *_already_imported()])
     # Plain pickle: multiprocessing's own would share the memory of tensors, and a rank's
     # memory goes with it.
-    call = pickle.dumps((body, args))
+    call = pickle.dumps((_importable(body), args))
     with tempfile.TemporaryDirectory(prefix="torchshard-") as folder:
         place = (str(Path(folder) / "rendezvous"), world_size, group_size, timeout_s)
         pipes: list[Connection] = []
@@ -92,6 +93,17 @@ def run_ranks(
             return _results(pipes, processes, body.__name__, timeout_s, told)
         finally:
             _kill(processes)
+
+
+def _importable(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `body`, which a rank can import by its name."""
+    name = getattr(body, "__qualname__", "")
+    if "<" in name:
+        raise RankError(
+            f"{name} is a lambda or is defined inside a function. Ranks import what they"
+            " run by its name: put it at the top level of a module."
+        )
+    return body
 
 
 def tell(value: Any) -> None:
