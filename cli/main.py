@@ -17,6 +17,7 @@ from .check import check
 from .completion import complete_class, complete_setting, complete_template, completion
 from .destroy import destroy
 from .diff import diff
+from .doctor import doctor
 from .entry import Answer
 from .errors import UsageError
 from .group import Group
@@ -249,6 +250,7 @@ main.add_command(check)
 main.add_command(completion)
 main.add_command(destroy)
 main.add_command(diff)
+main.add_command(doctor)
 main.add_command(templates)
 main.add_command(update)
 main.add_command(verify)
