@@ -28,6 +28,8 @@ from torchshard.loss.rows import (
     exchanged,
     local_part,
     own_softmax,
+    part_of,
+    scratch_of,
     wide,
 )
 from torchshard.tensor.sharded import Sharding
@@ -232,19 +234,25 @@ def _grad_logits(
     x: Tensor, upstream: _Upstream, options: RowOptions, room: Tensor | None
 ) -> Tensor:
     """Return the logits' gradient, block by block; in `room`, which holds q, if given."""
-    out = room
-    if out is None:
-        writable = options.inplace and not _overlaps_itself(x)
-        out = x.detach() if writable else torch.empty_like(x)
-    # A softmax into its own argument, or into a narrower dtype, is nothing torch promises.
-    fits = not options.inplace and out.dtype == wide(x.dtype)
-    for index in blocks(x) if x.shape[1] else ():
-        if room is not None:
+    if not x.shape[1]:
+        return torch.empty_like(x)
+    if room is not None:
+        for index in blocks(x) if upstream.soft else [WHOLE]:
             upstream.turned(room[index], index)
-        elif fits and not torch.compiler.is_compiling():
+        return room
+    writable = options.inplace and not _overlaps_itself(x)
+    out = x.detach() if writable else torch.empty_like(x)
+    # A softmax into its own argument, or into a narrower dtype, is nothing torch promises.
+    if not options.inplace and out.dtype == wide(x.dtype):
+        for index in blocks(x):
             upstream.turned(own_softmax(x[index], out[index]), index)
-        else:
-            out[index] = upstream.turned(own_softmax(x[index]), index)
+    elif torch.compiler.is_compiling():
+        out[WHOLE] = upstream.turned(own_softmax(x), WHOLE)
+    else:
+        scratch = scratch_of(x)
+        for index in blocks(x):
+            room = part_of(scratch, x[index])
+            out[index] = upstream.turned(own_softmax(x[index], room), index)
     return out
 
 

@@ -171,50 +171,60 @@ def local_part(
         room: A tensor like `x` to keep the softmax over this rank's classes in, or None.
     """
     num_rows, num_classes, inner = x.shape
+    # Maximum, largest q, and the soft sums: of a block of rows at a time, put together here.
     shape = (4 if soft else 2, num_rows, 1, inner)
     sums = x.new_zeros(shape, dtype=wide(x.dtype))
     if num_classes == 0:
         sums[0] = float("-inf")
     elif torch.compiler.is_compiling():
-        sums = _block_sums(x, WHOLE, soft, None)
+        sums = torch.stack(_block_sums(x, WHOLE, soft, None))
     else:
+        scratch = scratch_of(x) if room is None else room
         for index in blocks(x):
-            sums[(slice(None), *index)] = _block_sums(x, index, soft, room)
-    if soft is None:
-        return Part(sums[0], sums[1], target_logit)
-    return Part(sums[0], sums[1], target_logit, sums[2], sums[3])
+            out = part_of(scratch, x[index]) if room is None else room[index]
+            for row, value in zip(sums, _block_sums(x, index, soft, out), strict=True):
+                row[index] = value
+    highest, largest_q, *spread = sums.unbind()
+    # The largest q is exp(0) / exp_sum; of nothing but -inf it is nan, and exp_sum 0.
+    exp_sum = torch.where(highest == float("-inf"), 0, largest_q.reciprocal())
+    return Part(highest, exp_sum, target_logit, *spread)
 
 
 def _block_sums(
-    x: Tensor, index: Index, soft: SoftWeights | None, room: Tensor | None
-) -> Tensor:
-    """Return maximum, exp sum and, if asked for, the two soft sums of a block of rows."""
-    block = x[index].to(wide(x.dtype))
-    highest = block.amax(1, keepdim=True)
-    p = own_softmax(block, None if room is None else room[index])
-    # The largest p is exp(0) / exp_sum; of nothing but -inf it is nan, and exp_sum 0.
-    exp_sum = p.amax(1, keepdim=True).reciprocal()
-    sums = [highest, torch.where(highest == float("-inf"), 0, exp_sum)]
-    if soft is not None:
-        shifted = block - finite(highest)
-        sums += soft_sums(shifted, soft.block(index, shifted.dtype), 1)
-    return torch.stack(sums)
+    x: Tensor, index: Index, soft: SoftWeights | None, out: Tensor | None
+) -> list[Tensor]:
+    """Return maximum, largest q and, if asked for, the two soft sums of a block of rows."""
+    block = x[index]
+    highest = block.amax(1, keepdim=True).to(wide(x.dtype))
+    sums = [highest, own_softmax(block, out).amax(1, keepdim=True)]
+    if soft is None:
+        return sums
+    shifted = block - finite(highest)
+    return sums + soft_sums(shifted, soft.block(index, shifted.dtype), 1)
+
+
+def scratch_of(x: Tensor) -> Tensor:
+    """Return room for the softmax of a block: fresh memory for each would cost more than it."""
+    first = next(blocks(x), WHOLE)
+    return torch.empty_like(x[first], dtype=wide(x.dtype))
+
+
+def part_of(scratch: Tensor, block: Tensor) -> Tensor:
+    """Return the part of `scratch` that `block`, perhaps the last and smaller, takes."""
+    return scratch[: block.shape[0], :, : block.shape[2]]
 
 
 def own_softmax(block: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the softmax over this rank's classes, dim 1, in float32 or wider.
+    """Return q, the softmax over this rank's classes, dim 1, in float32 or wider.
 
     In `out`, if that is given. On a CPU torch's kernel for the last dim is twice as fast as
     maximum, `exp` and sum, good to 1e-5 of each probability; other dims have another kernel.
     """
-    if out is None:
-        out_dtype = wide(block.dtype)
-        if block.shape[2] != 1:
-            return block.softmax(1, dtype=out_dtype)
-        return block.squeeze(2).softmax(1, dtype=out_dtype).unsqueeze(2)
+    dtype = wide(block.dtype)
     if block.shape[2] != 1:
-        return torch.softmax(block, 1, out=out)
-    return torch.softmax(block.squeeze(2), 1, out=out.squeeze(2)).unsqueeze(2)
+        return torch.softmax(block, 1, dtype, out=out)
+    flat = None if out is None else out.squeeze(2)
+    return torch.softmax(block.squeeze(2), 1, dtype, out=flat).unsqueeze(2)
 
 
 def soft_sums(shifted: Tensor, weights: Tensor | float, dim: int) -> list[Tensor]:
