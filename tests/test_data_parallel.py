@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torchshard.errors import GroupError
+from torchshard.errors import GroupError, LayoutError
 from torchshard.state import gathered
 from torchshard.testing import run_ranks
 
@@ -467,3 +467,11 @@ def test_the_table_of_the_recipe(monkeypatch):
     shown, worst = recipe_table.table()
     assert shown.row_count == 6
     assert worst < recipe_table.TOLERANCE
+
+
+def test_gather_batch_of_a_layer_without_inputs_raises():
+    """A layer that declares no inputs has nothing to pool, and says so."""
+    loss = ts.nn.ParallelCrossEntropyLoss()
+    loss.gather_batch = True
+    with pytest.raises(LayoutError, match="declares no inputs that could be pooled"):
+        loss(torch.zeros(2, 3), torch.tensor([0, 1]))

@@ -185,6 +185,23 @@ def test_softmax_and_logsumexp_match_dense(world_size):
     run_ranks(softmaxes, world_size)
 
 
+def normalized():
+    for place in places(groups.get_world_size()):
+        for d in range(len(place[1])):
+            for order in (1, 2.0, 3) if 0 in place[1] else (1, 2.0, float("inf")):
+                call = partial(F.normalize, p=order, dim=d)
+                same_as_dense(call, place, f"normalize {order} of dim {d}, {place[0]}")
+        call = partial(F.normalize, dim=place[2])
+        zeros = torch.zeros(place[1], dtype=torch.float64)
+        same_as_dense(call, place, f"normalize of 0, {place[0]}", x=zeros)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_normalize_matches_dense(world_size):
+    """Over the sharded dim and over others, for several norms: values and gradients."""
+    run_ranks(normalized, world_size)
+
+
 def norms_of_nothing():
     for place in places(groups.get_world_size()):
         zeros = torch.zeros(place[1], dtype=torch.float64)

@@ -348,6 +348,12 @@ class ParallelLayer(nn.Module, ABC):
         given |= {name: kwargs[name] for name in names[len(args) :] if name in kwargs}
         self._expect_group()
         self._expect_plain_shards()
+        if self.gather_batch and not names:
+            raise LayoutError(
+                f"{type(self).__name__} has gather_batch=True, but declares no inputs that"
+                " could be pooled. Pool them before the layer with"
+                " torchshard.distributed.enter_model_parallel."
+            )
         data_parallel.expect_ignored_shards(self)
         # All are checked before the first is moved, which may take a collective.
         for name, x in given.items():

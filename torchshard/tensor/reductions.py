@@ -118,6 +118,20 @@ def _norm(
     return _squeezed(_root(powers, order), dims, keepdim).to(dtype)
 
 
+@rule(["normalize"])
+def _normalize(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Divide by max(p-norm, eps): over the sharded dim with the whole's norm, one all-reduce."""
+    x, named = _arguments(func, args, kwargs, "p", "dim", "eps")
+    dim = wrapped_dim(x, named.get("dim", 1))
+    if not _mixes_sharded("normalize", x, [dim]):
+        return mark(local_call(func, args, kwargs), x.sharding)
+    norm = _norm(torch.norm, (x, named.get("p", 2.0), dim, True), {})
+    length = ops.copy(norm.clamp_min(named.get("eps", 1e-12)), x.sharding.group)
+    return mark(x.to_local() / length, x.sharding)
+
+
 def _root(powers: Tensor, order: float) -> Tensor:
     """Return `powers ** (1 / order)`, whose gradient at 0 is 0, as that of torch's norms."""
     nothing = powers == 0
