@@ -7,11 +7,6 @@ import click
 
 from .catalogue import Catalogue
 from .health.finding import Finding
-from .health.machine import machine_findings
-from .health.network import network_findings
-from .health.packages import package_findings
-from .health.project import project_findings
-from .health.torch_build import torch_findings
 from .show import echo_json, plural, to_json
 
 
@@ -52,6 +47,13 @@ def doctor(ctx: click.Context, timeout_s: float, as_json: bool) -> None:
 def _examined(templates: Catalogue, timeout_s: float) -> list[Finding]:
     """All findings; on a terminal with a sign of life, since ranks take seconds."""
     from rich.console import Console
+
+    # Here, so that no other command waits for what they import.
+    from .health.machine import machine_findings
+    from .health.network import network_findings
+    from .health.packages import package_findings
+    from .health.project import project_findings
+    from .health.torch_build import torch_findings
 
     with Console(stderr=True).status("asking torch, and starting ranks"):
         return [

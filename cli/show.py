@@ -78,7 +78,9 @@ def next_step(plan: Plan) -> str:
         if Path(entry.path).name.startswith("test_") and entry.new is not None
     ]
     paths = " ".join(shlex.quote(shown_path(plan.root, path)) for path in tests)
-    return f"{done}. Next: pytest {paths}" if tests and plan.written else done
+    # A package that is not installed is found from here by `python -m` alone.
+    pytest = "python -m pytest" if "." in plan.layer.import_path else "pytest"
+    return f"{done}. Next: {pytest} {paths}" if tests and plan.written else done
 
 
 def done_line(entries: Sequence[Entry]) -> str:

@@ -407,7 +407,7 @@ WRONG = {
     ),
     "there is a collective too many": (
         row(OneReduceTooMany, collectives=(1, 0)),
-        "number of collectives: 2 collectives forward and 1 backward, expected 1 and 1",
+        "number of collectives: 2 collectives forward and 0 backward, expected 1 and 0",
     ),
     "there is a collective less than the case says": (
         column(ParallelLinear, collectives=(0, 2)),

@@ -16,7 +16,6 @@ import pytest
 import torch
 from cli_project import Project, working_in, write
 from click.testing import CliRunner
-from torchshard_cli import doctor as doctor_module
 from torchshard_cli.health import machine, network, packages, torch_build
 from torchshard_cli.health.finding import Finding
 from torchshard_cli.health.probe import ProbeError, probe
@@ -295,7 +294,7 @@ def test_a_probe_that_dies() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch, whose part takes seconds."""
-    monkeypatch.setattr(doctor_module, "torch_findings", lambda timeout_s: iter(()))
+    monkeypatch.setattr(torch_build, "torch_findings", lambda timeout_s: iter(()))
 
 
 @pytest.mark.usefixtures("quick")

@@ -37,7 +37,7 @@ def test_inside_a_package_three_files_change(project):
         "  create     zoo/parallel_tiny.py         +14\n"
         "  create     tests/test_parallel_tiny.py  +12\n"
         "  update     zoo/__init__.py              +2\n"
-        "3 files written. Next: pytest tests/test_parallel_tiny.py\n"
+        "3 files written. Next: python -m pytest tests/test_parallel_tiny.py\n"
     )
     assert sorted(project.contents()) == [
         ".torchshard/lock.json",

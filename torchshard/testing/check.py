@@ -373,9 +373,10 @@ def _number_of_collectives(case: Case) -> float:
     with _counting() as backward:
         if local:
             torch.autograd.backward(local, [torch.ones_like(y) for y in local])
-    counted = (forward.get_total_counts(), backward.get_total_counts())
-    expected = (case.collectives[0], case.collectives[1] + _scattered_inputs(case))
-    if counted != expected:
+    # What backward owes to the case's own scattering is none of the layer's.
+    in_backward = backward.get_total_counts() - _scattered_inputs(case)
+    counted, expected = (forward.get_total_counts(), in_backward), case.collectives
+    if counted != tuple(expected):
         raise CheckError(
             f"{counted[0]} collectives forward and {counted[1]} backward, expected"
             f" {expected[0]} and {expected[1]}"
