@@ -131,6 +131,18 @@ def test_a_stale_graph_raises():
         stale.backward()
 
 
+def test_what_needs_the_whole_gradient_raises():
+    """Clipping by the total norm, and a GradScaler, would leave the weight out."""
+    weight, ranges, optimizer = stepped_weight()
+    loss_of(weight, ranges).backward()
+    with pytest.raises(StateError, match="A total norm needs every gradient"):
+        ts.nn.utils.clip_grad_norm_([weight], 1.0)
+    scaler = ts.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(StateError, match="GradScaler needs every gradient"):
+        scaler.step(optimizer)
+
+
 def test_only_optimizers_that_work_element_by_element_are_taken():
     """And only those that hold the parameter."""
     weight, _ = own_weight()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torchshard.distributed import collectives
 from torchshard.distributed.groups import GroupLike, resolve_group
+from torchshard.loss.row_optimizer import expect_whole_gradients
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -49,6 +50,8 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Unscale, and share whether an infinity was found. Both of torch's paths come here."""
+        held = (x for group in optimizer.param_groups for x in group["params"])
+        expect_whole_gradients(held, "GradScaler")
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         device = inv_scale.device
         here = [flag.to(device) for flag in found.values()]

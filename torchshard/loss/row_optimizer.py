@@ -104,6 +104,20 @@ def row_optimizer_of(parameter: Tensor) -> RowOptimizer | None:
     return found if found is not None and found.is_alive else None
 
 
+def expect_whole_gradients(parameters: Iterable[Tensor], what: str) -> None:
+    """Check that no parameter is stepped in backward, where `what` needs its gradient.
+
+    Raises:
+        StateError: If one is.
+    """
+    if any(row_optimizer_of(parameter) is not None for parameter in parameters):
+        raise StateError(
+            f"{what} needs every gradient, and a weight among them is updated during"
+            " backward (step_in_backward), so that its gradient never exists. Leave one of"
+            " the two out."
+        )
+
+
 class RowOptimizer:
     """Updates rows of one parameter as its optimizer would, once each a step.
 

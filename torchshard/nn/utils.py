@@ -17,6 +17,7 @@ from torchshard.distributed import collectives
 from torchshard.distributed.groups import ShardGroup
 from torchshard.layer import ParallelLayer
 from torchshard.layout import Shard
+from torchshard.loss.row_optimizer import expect_whole_gradients
 from torchshard.owners import shard_owner_of
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
@@ -108,6 +109,7 @@ def _shards(model: nn.Module) -> Iterator[tuple[Tensor, _Place]]:
 def _total_norm(
     places: list[tuple[Tensor, _Place]], norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
+    expect_whole_gradients((parameter for parameter, _ in places), "A total norm")
     norm_type = float(norm_type)
     dtypes = {parameter.dtype for parameter, _ in places}
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
