@@ -240,14 +240,14 @@ def _grad_logits(
         for index in blocks(x) if upstream.soft else [WHOLE]:
             upstream.turned(room[index], index)
         return room
+    if torch.compiler.is_compiling():
+        return upstream.turned(own_softmax(x), WHOLE).to(x.dtype)
     writable = options.inplace and not _overlaps_itself(x)
     out = x.detach() if writable else torch.empty_like(x)
     # A softmax into its own argument, or into a narrower dtype, is nothing torch promises.
     if not options.inplace and out.dtype == wide(x.dtype):
         for index in blocks(x):
             upstream.turned(own_softmax(x[index], out[index]), index)
-    elif torch.compiler.is_compiling():
-        out[WHOLE] = upstream.turned(own_softmax(x), WHOLE)
     else:
         scratch = scratch_of(x)
         for index in blocks(x):
