@@ -15,7 +15,7 @@ from .target import find_root, resolved
 from .trust import trust_option
 
 
-@click.command()
+@click.command(short_help="Compare generated files with their templates.")
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--strict", is_flag=True, help="Fail on edited files too.")
 @trust_option

@@ -24,11 +24,11 @@ VARIABLE = "_TORCHSHARD_COMPLETE"
 """What click looks for in the environment of a program called torchshard."""
 
 
-@click.command()
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.command(short_help="Print what lets bash, zsh or fish complete words.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL")
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script that lets SHELL complete torchshard's words.
+    """Print the script that lets SHELL, one of bash, zsh and fish, complete words.
 
     Commands, options, the names of templates and layers, and `--set key=value` complete.
 

@@ -7,6 +7,7 @@ import click
 
 from .catalogue import Catalogue
 from .health.finding import Finding
+from .numbers import Seconds
 from .show import echo_json, plural, to_json
 
 
@@ -14,10 +15,11 @@ from .show import echo_json, plural, to_json
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(min=0, min_open=True),
+    metavar="SECONDS",
     default=60.0,
     show_default=True,
-    help="Seconds to wait for an answer of torch, the network or the ranks.",
+    help="How long to wait for an answer of torch, the network or the ranks.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
 @click.pass_context

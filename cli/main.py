@@ -61,6 +61,7 @@ def main(ctx: click.Context) -> None:
       torchshard new-layer ParallelEmbedding
       torchshard verify parallel_embedding:ParallelEmbedding
       torchshard check
+      torchshard doctor
     """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
     ctx.color = False if os.environ.get("NO_COLOR") else None
     ctx.obj = Catalogue(ctx.obj or bundled_templates()).in_project(Path())

@@ -44,7 +44,7 @@ def templates() -> None:
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
 
 
-@templates.command("list")
+@templates.command("list", short_help="List the templates there are.")
 @_json_option
 @click.pass_obj
 def templates_list(catalogue: Catalogue, as_json: bool) -> None:
@@ -62,7 +62,7 @@ def templates_list(catalogue: Catalogue, as_json: bool) -> None:
         _echo_all(templates_lines(found))
 
 
-@templates.command("show")
+@templates.command("show", short_help="Describe a template and its options.")
 @click.argument("name", shell_complete=complete_template)
 @_json_option
 @click.pass_obj
@@ -82,7 +82,7 @@ def templates_show(catalogue: Catalogue, name: str, as_json: bool) -> None:
         _echo_all(template_lines(template))
 
 
-@templates.command("new")
+@templates.command("new", short_help="Copy a template, to make it yours.")
 @click.argument("name")
 @click.option(
     "--from",
@@ -123,7 +123,7 @@ def templates_new(catalogue: Catalogue, name: str, base: str) -> None:
     )
 
 
-@templates.command("override")
+@templates.command("override", short_help="Replace one file of a template.")
 @click.argument("name", shell_complete=complete_template)
 @click.argument("file")
 @click.pass_obj

@@ -39,7 +39,9 @@ class _WithRest(click.Command):
 _REST = "torchshard.rest"
 
 
-@click.command("test", cls=_WithRest)
+@click.command(
+    "test", cls=_WithRest, short_help="Render every choice, and run its tests."
+)
 @click.argument("name", required=False, shell_complete=complete_template)
 @trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")

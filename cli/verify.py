@@ -16,6 +16,7 @@ import click
 
 from .cases import load_cases, load_class
 from .errors import UsageError
+from .numbers import Number
 from .proof import Proof, count_steps, prove
 from .show import plural
 from .show_proof import show_proof
@@ -35,18 +36,21 @@ if TYPE_CHECKING:
 @click.option(
     "--ranks",
     default="1,2,3,4",
+    metavar="N,N",
     show_default=True,
     help="Numbers of ranks to prove the layer on.",
 )
 @click.option(
     "--case",
     "number",
-    type=click.IntRange(1),
+    type=Number(1),
+    metavar="N",
     help="Check that case alone, counted from 1. Default: all.",
 )
 @click.option(
     "--seed",
-    type=click.IntRange(0),
+    type=Number(0),
+    metavar="N",
     help="Draw other inputs and initial values. Default: those of the cases, 0.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")

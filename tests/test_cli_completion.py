@@ -58,7 +58,7 @@ def words_after(project, typed):
         ("torchshard templates ", {"list", "show", "new", "override", "test"}),
         ("torchshard templates show ", {*BUNDLED, "mine"}),
         ("torchshard templates new x --from mi", {"mine"}),
-        ("torchshard new-layer X -t lin", {"linear"}),
+        ("torchshard new-layer X -t emb", {"embedding"}),
         ("torchshard new-layer --template mi", {"mine"}),
         ("torchshard new-layer ParallelTh", {"ParallelThing"}),
         ("torchshard new-layer ParallelEmb", {"ParallelEmbedding"}),
@@ -72,7 +72,7 @@ def words_after(project, typed):
         ("torchshard destroy Par", {"ParallelThing"}),
         ("torchshard completion ", {"bash", "zsh", "fish"}),
         ("torchshard check --tr", {"--trust"}),
-        ("torchshard new-layer X --trust -t lin", {"linear"}),
+        ("torchshard new-layer X --trust -t emb", {"embedding"}),
     ],
 )
 def test_each_word_completes_to_what_fits(project, typed, expected):
@@ -139,7 +139,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     ("words", "expected"),
     [
         ("torchshard templates sh", ["show"]),
-        ("torchshard new-layer X -t li", ["linear"]),
+        ("torchshard new-layer X -t em", ["embedding"]),
         ("torchshard new-layer X -t linear --set sp", None),
         ("torchshard new-layer X -t linear --set split =", ["both", "column", "row"]),
         ("torchshard new-layer X -t linear --set split = c", ["column"]),

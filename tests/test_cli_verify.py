@@ -274,7 +274,32 @@ def test_help_is_whole() -> None:
     """The example stays a line of its own; no summary of a command is cut."""
     shown = in_process("--help").output
     assert "\n  Examples:\n    torchshard verify parallel_embedding:Parallel" in shown
-    assert "..." not in CliRunner().invoke(main, ["--help"]).output.partition("Comm")[2]
+    for words in (["--help"], ["templates", "--help"]):
+        summaries = CliRunner().invoke(main, words).output.partition("Commands:")[2]
+        assert "\n" in summaries
+        assert "..." not in summaries
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["verify", "a:B", "--case", "two"], "'--case': 'two' is not a valid number."),
+        (["verify", "a:B", "--seed", "-1"], "'--seed': -1 is not in the range x>=0."),
+        (
+            ["doctor", "--timeout", "soon"],
+            "'--timeout': 'soon' is not a valid number of seconds.",
+        ),
+        (
+            ["completion", "tcsh"],
+            "'SHELL': 'tcsh' is not one of 'bash', 'zsh', 'fish'.",
+        ),
+    ],
+)
+def test_values_are_refused_in_words(words: list[str], said: str) -> None:
+    """As a person would say it, not as click's classes are called."""
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert result.output.endswith(f"Error: Invalid value for {said}\n")
 
 
 def test_a_module_that_is_not_there(
