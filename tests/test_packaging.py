@@ -124,11 +124,13 @@ def test_the_wheel_brings_the_command(wheel):
     """And the licence."""
     archive = zipfile.ZipFile(wheel)
     (entry_points,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
-    assert archive.read(entry_points).decode().split() == [
+    assert archive.read(entry_points).decode().split("\n") == [
         "[console_scripts]",
-        "torchshard",
-        "=",
-        "torchshard_cli.main:main",
+        "torchshard = torchshard_cli.main:main",
+        "",
+        "[pytest11]",
+        "torchshard = torchshard_cli.pytest_plugin",
+        "",
     ]
     assert any(name.endswith("/LICENSE") for name in archive.namelist())
 
