@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 COMPILED_RANKS = 2
 """One world size is enough to see that a layer compiles; it takes seconds."""
 TRACEBACK = "Traceback (most recent call last):"
-_TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)
@@ -149,6 +148,7 @@ def prove(
     proof: Proof,
     world_size: int,
     cases: Sequence[Case],
+    timeout_s: float,
     on_step: Callable[[int, str], None],
 ) -> None:
     """Check the cases on that many ranks, and note in `proof` what they gave."""
@@ -163,7 +163,7 @@ def prove(
                 check_cases,
                 world_size,
                 *arguments,
-                timeout_s=_TIMEOUT_S,
+                timeout_s=timeout_s,
                 on_told=listener,
             )
     except RankError as error:

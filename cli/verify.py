@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +17,15 @@ import click
 
 from .cases import load_cases, load_class
 from .errors import UsageError
-from .numbers import Number
+from .numbers import Number, Seconds
 from .proof import Proof, count_steps, prove
 from .show import plural
 from .show_proof import show_proof
 
 if TYPE_CHECKING:
     from torchshard.testing import Case
+
+_TIMEOUT_S = 600.0
 
 
 @click.command(short_help="Prove that a sharded layer equals its dense twin.")
@@ -53,6 +56,15 @@ if TYPE_CHECKING:
     metavar="N",
     help="Draw other inputs and initial values. Default: those of the cases, 0.",
 )
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=Seconds(min=0, min_open=True),
+    metavar="SECONDS",
+    default=_TIMEOUT_S,
+    show_default=True,
+    help="How long the ranks may take, for each number of them.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
 def verify(
     target: str,
@@ -60,6 +72,7 @@ def verify(
     ranks: str,
     number: int | None,
     seed: int | None,
+    timeout_s: float,
     as_json: bool,
 ) -> None:
     """Prove that a sharded layer equals its dense twin, on 1 to 4 ranks.
@@ -86,12 +99,12 @@ def verify(
         dense=_dense_name(cases),
         source=source.name,
         numbers=numbers,
-        command=_command(target, cases_file),
+        command=_command(target, cases_file, timeout_s),
         seed=seed,
     )
     with _progress(count_steps(world_sizes, cases)) as advance:
         for size in world_sizes:
-            prove(proof, size, cases, lambda n, check: advance(size, n, check))  # noqa: B023  # called before the next size
+            prove(proof, size, cases, timeout_s, partial(advance, size))
     show_proof(proof, as_json)
 
 
@@ -156,9 +169,10 @@ def _twin(case: Case) -> str:
     return f"torch.nn.{name}" if module.startswith("torch.nn") else name
 
 
-def _command(target: str, cases_file: Path | None) -> list[str]:
+def _command(target: str, cases_file: Path | None, timeout_s: float) -> list[str]:
     cases = ["--cases", str(cases_file)] if cases_file else []
-    return ["torchshard", "verify", target, *cases]
+    limit = [] if timeout_s == _TIMEOUT_S else ["--timeout", f"{timeout_s:g}"]
+    return ["torchshard", "verify", target, *cases, *limit]
 
 
 @contextmanager

@@ -573,6 +573,22 @@ CASES = [Case(Sleeper)]
 """
 
 
+def test_a_layer_that_hangs(tmp_path: Path) -> None:
+    """The ranks that did not finish, the check, and the command with the same limit."""
+    lay_out(tmp_path, {"sleeper.py": SLEEPER})
+    result = torchshard(
+        tmp_path, "verify", "sleeper:Sleeper", "--ranks", "2", "--timeout", "8"
+    )
+    assert result.returncode == 1
+    assert re.search(r"^\S.* +FAILED$", result.stdout, re.M)
+    assert (
+        "  2 ranks: check_cases: rank 0, 1 of 2 did not finish within 8 s and was killed."
+    ) in result.stderr
+    assert result.stderr.endswith(
+        "    again: torchshard verify sleeper:Sleeper --timeout 8 --ranks 2 --case 1\n"
+    )
+
+
 def test_ctrl_c(tmp_path: Path) -> None:
     """Off a terminal, from all processes of the group at once: a word, 130, no traceback."""
     lay_out(tmp_path, {"sleeper.py": SLEEPER})
