@@ -7,13 +7,16 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from torchshard.errors import RankError
+from torchshard.testing.check import Step
 from torchshard_cli.main import main
-from torchshard_cli.proof import Failure, Proof
-from torchshard_cli.show_proof import ranks_text, show_proof
+from torchshard_cli.proof import Failure, Listener, Proof
+from torchshard_cli.show_proof import VerifyError, ranks_text, show_proof
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -251,6 +254,36 @@ def test_a_package_below_src_asks_to_be_installed(
     )
 
 
+def test_the_worst_of_all_cases_and_ranks_is_kept(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """For each check; and where the rank stands that failed first."""
+    begun: list[tuple[int, str]] = []
+    listener = Listener([4, 7], lambda number, check: begun.append((number, check)))
+    for rank, step in [
+        (0, Step(1, "output")),
+        (1, Step(1, "output")),
+        (1, Step(1, "output", 3e-12)),
+        (0, Step(1, "output", 1e-12)),
+        (0, Step(2, "output")),
+        (0, Step(2, "output", 2e-12)),
+        (0, Step(2, "state")),
+    ]:
+        listener(rank, step)
+    assert begun == [(4, "output"), (7, "output"), (7, "state")]
+    error = RankError("body: rank 0 of 2 failed first.")
+    assert listener.failure(error) == Failure(str(error), 4, "output")  # the slowest
+    error.rank = 0
+    failure = listener.failure(error)
+    assert failure == Failure(str(error), 7, "state")
+    proof = Proof("Own", "Dense", "test_own.py", numbers=[4, 7])
+    proof.worst[2], proof.failures[2] = listener.worst, failure
+    with pytest.raises(VerifyError):
+        show_proof(proof, as_json=False)
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert shown[2:] == [["output", "3.0e-12"], ["state", "FAILED"]]
+
+
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [([1], "1 rank"), ([2], "2 ranks"), ([1, 2, 4], "1, 2 and 4 ranks")],
@@ -481,8 +514,8 @@ def test_a_package_elsewhere_on_the_path(
     }
     lay_out(tmp_path / "far", outer)
     (tmp_path / "here").mkdir()
-    path = f"{tmp_path / 'installed'}:{tmp_path / 'far'}"
-    monkeypatch.setenv("PYTHONPATH", path)
+    for folder in ("far", "installed"):  # each before all others
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / folder), prepend=os.pathsep)
     for cases in ("strange/tests/test_own.py", "tests/test_own.py"):
         result = torchshard(
             tmp_path / "here",
@@ -603,6 +636,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "asleep\n"
+        time.sleep(1.0)
         os.killpg(process.pid, signal.SIGINT)
         shown, said = process.communicate(timeout=60)
     assert (process.returncode, shown) == (130, "")

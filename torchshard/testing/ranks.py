@@ -86,9 +86,9 @@ def run_ranks(
                 )
                 with _without_interrupts():
                     process.start()
+                    processes.append(process)  # to be killed, if one comes next
                 sender.close()
                 pipes.append(receiver)
-                processes.append(process)
             told = on_told or (lambda rank, value: None)
             return _results(pipes, processes, body.__name__, timeout_s, told)
         finally:
