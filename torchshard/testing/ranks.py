@@ -23,6 +23,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -120,11 +121,20 @@ def _without_interrupts() -> Iterator[None]:
     or a rank would print a traceback of its own. An interrupt of the moment is not lost.
     """
     resource_tracker.ensure_running()  # it clears the mask when it starts
+    before = signal.getsignal(signal.SIGINT)
+    is_handled = callable(before) and current_thread() is main_thread()
+    late: list[Any] = []
+    if is_handled:  # another thread may take the signal, whatever this one's mask
+        signal.signal(signal.SIGINT, lambda *told: late.append(told))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if is_handled:
+            signal.signal(signal.SIGINT, before)
+    if late and callable(before):
+        before(*late[0])
 
 
 def _already_imported() -> list[str]:
