@@ -911,3 +911,10 @@ def no_second_copy():
 def test_no_second_copy_of_the_model_exists():
     """The whole weights of a layer go when its shards are cut: the peak is one layer more."""
     run_ranks(no_second_copy, 2)
+
+
+def test_a_class_without_a_dense_twin_converts_nothing():
+    """It is refused, and so is a dense class in the place of the sharded one."""
+    for wrong in (ts.nn.ParallelCrossEntropyLoss, nn.Linear):
+        with pytest.raises(LayoutError, match="names no dense_class"):
+            ts.convert_layers(nn.Linear(2, 3), wrong)

@@ -616,3 +616,38 @@ def inplace_logits():
 def test_inplace_puts_the_gradient_where_the_logits_were():
     """Forward writes nothing; a second backward, and others that kept the logits, raise."""
     run_ranks(inplace_logits, 2)
+
+
+def odd_arguments():
+    size = groups.get_world_size()
+    x = marked(randoms((3, 300), 1), 1, balanced_ranges(300, size))
+    target = torch.tensor([100, 45, 1], dtype=torch.uint8)
+    want = F.cross_entropy(ts.distributed.gather(x), target.long())
+    close(parallel_cross_entropy(x, target), want, "a class that is -ignore_index")
+    few = marked(randoms((3, 100), 1), 1, balanced_ranges(100, size))
+    with pytest.raises(TargetError, match="holds 156"):
+        parallel_cross_entropy(few, torch.tensor([156, 1, 2], dtype=torch.uint8))
+    with pytest.raises(LayoutError, match="logits are floating-point"):
+        parallel_cross_entropy(
+            marked(torch.zeros(3, 7).long(), 1, balanced_ranges(7, size)), target % 7
+        )
+    with pytest.raises(LayoutError, match="its own gradient"):
+        parallel_cross_entropy(
+            nn.Parameter(torch.zeros(3, 7)), target % 7, inplace=True
+        )
+
+
+def test_bytes_are_indices_and_integers_no_logits():
+    """In uint8 the -100 of ignore_index is 156: targets are widened before they are compared."""
+    run_ranks(odd_arguments, 2, timeout_s=20)
+
+
+def test_overlapping_logits_are_not_written_to():
+    """Windows of one buffer share memory without a stride of 0."""
+    buffer, target = randoms((7,), 1).requires_grad_(), torch.arange(5) % 3
+    twin = buffer.detach().clone().requires_grad_()
+    parallel_cross_entropy(
+        buffer.mul(2).unfold(0, 3, 1), target, inplace=True
+    ).backward()
+    F.cross_entropy(twin.mul(2).unfold(0, 3, 1), target).backward()
+    close(buffer.grad, twin.grad, "windows")

@@ -234,3 +234,23 @@ def input_gradients():
 def test_t08_the_input_gradient_is_whole_on_every_rank():
     """T08: it is summed over the ranks once, by the all-reduce of backward, and bit for bit equal."""
     run_ranks(input_gradients, 3)
+
+
+def test_targets_and_weights_that_change_before_backward_raise():
+    """They are saved as torch saves them, whose version it knows."""
+    for changed in ("weight", "target"):
+        given = {
+            "weight": randoms((10,), 3).abs(),
+            "target": randoms((4, 10), 4).softmax(1),
+        }
+        x = randoms((4, FEATURES), 1).requires_grad_()
+        loss = small_call(input=x, label_smoothing=0.1, **given)
+        given[changed].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_memory_for_a_chunk_is_positive():
+    """Zero and less are refused, not taken for one class a chunk."""
+    with pytest.raises(LayoutError, match="chunk_bytes=0; expected at least 1"):
+        small_call(chunk_bytes=0)

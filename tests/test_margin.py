@@ -13,7 +13,7 @@ from torchshard.errors import LayoutError, ShapeError
 from torchshard.layout import balanced_ranges
 from torchshard.loss import Margin, margin_cross_entropy, parallel_margin_cross_entropy
 from torchshard.loss.sampling import sampled
-from torchshard.nn.functional import parallel_accuracy
+from torchshard.nn.functional import parallel_accuracy, parallel_linear_cross_entropy
 from torchshard.optim import step_in_backward
 from torchshard.tensor.sharded import Sharding
 from torchshard.testing import run_ranks
@@ -284,3 +284,33 @@ def pooled_batches():
 def test_a_head_pools_the_samples_of_data_parallel_ranks(world_size):
     """The input's gradient carries the factor that a data-parallel wrapper's mean takes off."""
     run_ranks(pooled_batches, world_size)
+
+
+def confident(loss, forward, backward):
+    x, target = randoms((32, 64), 3).float(), torch.arange(32) % 20
+    weight = randoms((20, 64), 4).float()
+    x = (weight[target] + 0.1 * x).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+        value = loss(x, weight, target)
+    with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+        value.backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_backward_computes_the_logits_of_forward_whatever_autocast_is(forward):
+    """Else p does not sum to 1, and rows that are right never stop being trained."""
+    margin = Margin(subtracted=0.0, scale=64.0)
+
+    def linear(x, weight, target):
+        return parallel_linear_cross_entropy(x, weight, target, chunk_bytes=512)
+
+    def head(x, weight, target):
+        return parallel_margin_cross_entropy(x, weight, target, margin)
+
+    for loss in (linear, head):
+        same, other = (
+            confident(loss, forward, backward) for backward in (forward, not forward)
+        )
+        assert torch.equal(same, other)
+        assert same.norm() < 1e-2

@@ -121,6 +121,15 @@ def test_a_gradient_by_another_way_raises():
         loss_of(weight, ranges).backward()
 
 
+def test_a_gradient_that_comes_later_raises_at_the_step():
+    """A tied embedding's, or a penalty's: the step would be made twice."""
+    weight, ranges, optimizer = stepped_weight(momentum=0.9)
+    loss_of(weight, ranges).backward()
+    weight.square().sum().backward()
+    with pytest.raises(StateError, match="it is used elsewhere too"):
+        optimizer.step()
+
+
 def test_a_stale_graph_raises():
     """A loss computed before another step meets a weight that has changed."""
     weight, ranges, optimizer = stepped_weight()

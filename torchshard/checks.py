@@ -21,6 +21,7 @@ def expect_indices(
     Raises:
         TargetError: If an index is out of range.
     """
+    indices = indices.long()  # in uint8, -100 is 156
     bad = (indices < 0) | (indices >= size)
     if ignore_index is not None:
         bad = bad & (indices != ignore_index)

@@ -127,13 +127,19 @@ def convert_layers(
         The model; the new layer, if the model itself is one.
 
     Raises:
-        LayoutError: If one of the layers cannot be divided. The model is then unchanged.
+        LayoutError: If `layer_class` has no `dense_class`, or one of the layers cannot be
+            divided. The model is then unchanged.
     """
-    dense = layer_class.dense_class
+    dense = getattr(layer_class, "dense_class", None)
+    if dense is None:
+        raise LayoutError(
+            f"{layer_class.__name__} names no dense_class, so no layer of a model is one to"
+            " convert. Expected a sharded class, such as torchshard.nn.ParallelLinear."
+        )
     found = ConversionPlan()
     for module, paths in modules_by_paths(model):
         is_lazy = isinstance(module, nn.modules.lazy.LazyModuleMixin)
-        if is_lazy and dense is not None and isinstance(module, dense):
+        if is_lazy and isinstance(module, dense):
             raise LayoutError(f"{shown_name(paths[0])}: {why_not(module, {})}")
         if type(module) is dense:
             found.layers.append(Conversion(module, layer_class, sharding, paths))

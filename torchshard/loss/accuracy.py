@@ -94,6 +94,7 @@ def parallel_accuracy(
     if target.is_floating_point():
         raise ShapeError("target holds probabilities; accuracy needs class indices.")
     expect_target(target, whole_shape(input), Criterion(ignore_index), sharding)
+    target = target.long()
     ahead = _classes_ahead(input, target, sharding)
     live = (target != ignore_index).to(torch.float32)
     return [((ahead < k) * live).sum() / live.sum() for k in topk]
@@ -104,7 +105,7 @@ def _classes_ahead(input: Tensor, target: Tensor, sharding: Sharding) -> Tensor:
     """Return how many classes are ahead of each row's target. nan is ahead of all numbers."""
     local = input.to_local() if isinstance(input, ShardedTensor) else input
     x, group = as_rows(local), sharding.group
-    columns = target.long().reshape(x.shape[0], 1, x.shape[2])
+    columns = target.reshape(x.shape[0], 1, x.shape[2])
     own, places = own_targets(columns, sharding)
     mine = torch.zeros_like(columns, dtype=x.dtype)
     if x.shape[1]:

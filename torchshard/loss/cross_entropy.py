@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction as _Reduction
 from torchshard.distributed.groups import ShardGroup
+from torchshard.errors import LayoutError
 from torchshard.layout import balanced_ranges
 from torchshard.loss.criterion import (
     Criterion,
@@ -104,7 +105,8 @@ def parallel_cross_entropy(
         ShapeError: If the shapes do not fit.
         TargetError: If a target is neither a class nor `ignore_index`.
         LayoutError: If `reduction` or `label_smoothing` is out of its range, if `weight`
-            requires grad, or if `ignore_index` is a class and the targets are probabilities.
+            requires grad, if `ignore_index` is a class and the targets are probabilities, if
+            the logits are integers, or are a parameter and `inplace`.
         ShardedOpError: If another dim than the class dim is sharded, or if it is packed.
     """
     if size_average is not None or reduce is not None:
@@ -124,7 +126,7 @@ def parallel_cross_entropy(
         )
     criterion = Criterion(ignore_index, reduction, label_smoothing, lse_square_scale)
     sharding = class_sharding(input)
-    _check(input, target, weight, criterion, sharding)
+    _check(input, target, weight, criterion, sharding, inplace)
     local = input.to_local() if isinstance(input, ShardedTensor) else input
     row_loss, lse, columns = _row_losses(
         local, target, weight, criterion, sharding, inplace
@@ -157,9 +159,17 @@ def _check(
     weight: Tensor | None,
     criterion: Criterion,
     sharding: Sharding,
+    inplace: bool,
 ) -> None:
     """Check everything before the collective; all of it is alike on every rank."""
     expect_class_dim("cross_entropy", input, sharding)
+    if not input.is_floating_point():
+        raise LayoutError(f"input holds {input.dtype}; logits are floating-point.")
+    if inplace and isinstance(input, torch.nn.Parameter):
+        raise LayoutError(
+            "inplace=True would make the parameter `input` its own gradient. Use it for"
+            " logits that a layer computed."
+        )
     expect_criterion(criterion, weight, sharding.ranges.size)
     expect_target(target, whole_shape(input), criterion, sharding)
 

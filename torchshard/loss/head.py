@@ -28,17 +28,17 @@ class HeadOptions:
 
     Attributes:
         group: The ranks that hold the classes.
-        soft: How targets are spread over this rank's classes, or None.
+        num_classes: C, over all ranks.
+        label_smoothing: Share of the target spread evenly over all classes.
         margin: The margin of a margin softmax, which takes cosines for logits, or None.
-        sampled: The rows of the weight that take part, ascending; None for all.
         sparse: Whether the gradient of sampled rows is a sparse tensor.
         chunk_bytes: Memory for the logits of a chunk; None for the default.
     """
 
     group: ShardGroup
-    soft: SoftWeights | None = None
+    num_classes: int
+    label_smoothing: float = 0.0
     margin: Margin | None = None
-    sampled: Tensor | None = None
     sparse: bool = False
     chunk_bytes: int | None = None
 
@@ -80,6 +80,9 @@ class Head:
         bias: `(C / R, d1, ...)`, or None.
         own: `(1, rows)`, whether this rank has the row's target; None for probabilities.
         places: `(1, rows)`, its place among this rank's classes that take part.
+        probabilities: `(N, C / R, K)`, this rank's part of soft targets, or None.
+        own_weight: `(1, C / R, 1)`, the weights of this rank's classes, or None.
+        sampled: The rows of the weight that take part, ascending; None for all.
         options: What is computed.
     """
 
@@ -88,13 +91,24 @@ class Head:
     bias: Tensor | None
     own: Tensor | None
     places: Tensor | None
+    probabilities: Tensor | None
+    own_weight: Tensor | None
+    sampled: Tensor | None
     options: HeadOptions
 
     @property
     def num_classes(self) -> int:
         """Number of this rank's classes that take part."""
-        sampled = self.options.sampled
-        return len(self.weight) if sampled is None else len(sampled)
+        return len(self.weight if self.sampled is None else self.sampled)
+
+    @property
+    def soft(self) -> SoftWeights | None:
+        """How targets are spread over this rank's classes, or None."""
+        smoothing = self.options.label_smoothing
+        if self.probabilities is None and not smoothing:
+            return None
+        num_classes = self.options.num_classes
+        return SoftWeights(self.probabilities, self.own_weight, smoothing, num_classes)
 
     @property
     def num_rows(self) -> int:
@@ -113,14 +127,15 @@ class Head:
 
     def chunk(self, start: int, stop: int, kept: Tensor | None = None) -> Chunk:
         """Return classes `start ... stop - 1`; `kept` are their logits, where known."""
-        sampled, margin = self.options.sampled, self.options.margin
+        sampled, margin = self.sampled, self.options.margin
         rows = slice(start, stop) if sampled is None else sampled[start:stop]
-        weight = self.weight.detach()[rows].flatten(0, -2).to(self.x.dtype)
-        norms = None
+        weight, norms = self.weight.detach()[rows].flatten(0, -2), None
         if margin is not None:
-            norms = torch.linalg.vector_norm(weight, dim=1, keepdim=True)
-            norms = norms.clamp_min(1e-12)
+            norms = torch.linalg.vector_norm(
+                weight, dim=1, keepdim=True, dtype=wide(weight.dtype)
+            ).clamp_min(1e-12)
             weight = weight / norms
+        weight = weight.to(self.x.dtype)
         mine, at = self._targets(start, stop)
         logits = self._logits(weight, rows, stop - start) if kept is None else kept
         slope = None
@@ -144,10 +159,11 @@ class Head:
         return logits.view(num_classes, self.num_rows).to(wide(logits.dtype))
 
     def _soft(self, start: int, stop: int, dtype: torch.dtype) -> Tensor | float | None:
-        if self.options.soft is None:
+        weights = self.soft
+        if weights is None:
             return None
         index = (slice(None), slice(start, stop), slice(None))
-        block = self.options.soft.block(index, dtype)
+        block = weights.block(index, dtype)
         if not isinstance(block, Tensor):
             return block
         return block.permute(1, 2, 0).reshape(stop - start, -1)

@@ -14,6 +14,7 @@ classes, its logits are kept and three do.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,8 @@ from torchshard.loss.rows import Part, exchanged, finite, soft_sums, wide
 class HeadLosses(torch.autograd.Function):
     """Loss and logsumexp of each row, `(1, rows)`.
 
-    Takes what `Head` is made of, and the weights h of the targets, `(1, rows)`, which are
-    None for probabilities.
+    Takes what `Head` is made of, and among it the weights h of the targets, `(1, rows)`,
+    which are None for probabilities.
     """
 
     @staticmethod
@@ -40,17 +41,21 @@ class HeadLosses(torch.autograd.Function):
         own: Tensor | None,
         places: Tensor | None,
         hard: Tensor | None,
+        probabilities: Tensor | None,
+        own_weight: Tensor | None,
+        sampled: Tensor | None,
         options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
         """Return loss and logsumexp of each row, after the one exchange."""
         ctx.set_materialize_grads(False)
-        part, kept = _local_part(Head(x, weight, bias, own, places, options))
+        given = (x, weight, bias, own, places, probabilities, own_weight, sampled)
+        with _as_given(x):
+            part, kept = _local_part(Head(*given, options))
         rows = exchanged(part, options.group)
         losses = [] if hard is None else [hard * rows.hard_loss()]
         losses += [] if rows.soft is None else [rows.soft_loss()]
         masses = [mass for mass in (hard, rows.mass) if mass is not None]
         ctx.options, ctx.optimizer = options, row_optimizer_of(weight)
-        given = (x, weight, bias, own, places)
         ctx.save_for_backward(
             *given, kept, hard, rows.base, rows.exp_sum, added(masses)
         )
@@ -67,18 +72,28 @@ class HeadLosses(torch.autograd.Function):
                 " gone. Use parallel_linear and parallel_cross_entropy, which can be."
             )
         saved = ctx.saved_tensors
-        x, weight, bias, own, places, kept, hard, base, exp_sum, total = saved
-        head = Head(x, weight, bias, own, places, ctx.options)
+        head = Head(*saved[:8], ctx.options)
+        kept, hard, base, exp_sum, total = saved[8:]
         zero = torch.zeros_like(base)
         grad = zero if grad is None else grad
         weight_of_p = grad * total if grad_lse is None else grad * total + grad_lse
         onehot = None if hard is None else -hard * grad
         upstream = _Upstream(base, weight_of_p / exp_sum, grad, onehot)
         grads = _Gradients(head, ctx.needs_input_grad, ctx.optimizer)
-        for start, stop in head.chunks():
-            chunk = head.chunk(start, stop, None if kept is None else kept.clone())
-            grads.add(chunk, upstream.turned(chunk))
-        return (*grads.finished(), None, None, None, None)
+        with _as_given(head.x):
+            for start, stop in head.chunks():
+                logits = None if kept is None else kept.clone()
+                chunk = head.chunk(start, stop, logits)
+                grads.add(chunk, upstream.turned(chunk))
+        return (*grads.finished(), *[None] * 7)
+
+
+def _as_given(x: Tensor) -> AbstractContextManager[Any]:
+    """Compute in the dtype of `x`: autocast may be on forward and off backward, or reversed.
+
+    The logits of backward have to be those of forward, or p no longer sums to 1.
+    """
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _local_part(head: Head) -> tuple[Part, Tensor | None]:
@@ -88,8 +103,8 @@ def _local_part(head: Head) -> tuple[Part, Tensor | None]:
         highest=nothing - float("inf"),
         exp_sum=nothing,
         target_logit=None if head.own is None else nothing,
-        soft=None if head.options.soft is None else nothing,
-        mass=None if head.options.soft is None else nothing,
+        soft=None if head.soft is None else nothing,
+        mass=None if head.soft is None else nothing,
     )
     chunks = head.chunks()
     kept = None
@@ -154,7 +169,7 @@ class _Gradients:
         self._bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
 
     def _room_for_weight(self) -> Tensor:
-        weight, sampled = self._head.weight, self._head.options.sampled
+        weight, sampled = self._head.weight, self._head.sampled
         if sampled is None:
             return torch.empty_like(weight)
         if self._head.options.sparse:
@@ -203,12 +218,15 @@ class _Gradients:
         return x, self._weight_gradient(), self._bias
 
     def _weight_gradient(self) -> Tensor | None:
-        weight, options = self._head.weight, self._head.options
-        if self._weight is None or options.sampled is None or not options.sparse:
+        sampled, shape = self._head.sampled, self._head.weight.shape
+        if self._weight is None or sampled is None or not self._head.options.sparse:
             return self._weight
-        places = options.sampled.unsqueeze(0)
         return torch.sparse_coo_tensor(
-            places, self._weight, weight.shape, is_coalesced=True
+            sampled.unsqueeze(0),
+            self._weight,
+            shape,
+            check_invariants=False,
+            is_coalesced=True,
         )
 
 

@@ -25,7 +25,7 @@ from torchshard.loss.cross_entropy import as_rows
 from torchshard.loss.head import HeadOptions
 from torchshard.loss.head_losses import HeadLosses
 from torchshard.loss.row_losses import own_targets
-from torchshard.loss.rows import SoftWeights, wide
+from torchshard.loss.rows import wide
 from torchshard.owners import owner_of
 from torchshard.tensor.sharded import Sharding
 
@@ -179,7 +179,10 @@ def linear_cross_entropy_of_shard(
     compute already: its gradient is this rank's partial.
     """
     sharding = Sharding(0 if input.dim() == 1 else 1, ranges, group)
-    _check(input, linear_weight, target, linear_bias, weight, criterion, sharding)
+    _check(
+        *(input, linear_weight, target, linear_bias, weight),
+        *(criterion, sharding, chunk_bytes),
+    )
     input = in_compute_dtype(input, linear_weight)
     rows = input.reshape(-1, input.shape[-1])
     outputs = linear_weight.shape[1:-1]
@@ -192,15 +195,12 @@ def linear_cross_entropy_of_shard(
         hard = (1 - criterion.label_smoothing) * target_weights(
             columns, weight, criterion.ignore_index, wide(rows.dtype)
         )
-    soft = None
-    if probabilities is not None or criterion.label_smoothing:
-        own_weight = own_class_weights(weight, sharding, wide(rows.dtype))
-        smoothing, num_classes = criterion.label_smoothing, ranges.size
-        soft = SoftWeights(probabilities, own_weight, smoothing, num_classes)
-    options = HeadOptions(group, soft, chunk_bytes=chunk_bytes)
-    row_loss, lse = HeadLosses.apply(
-        rows, linear_weight, linear_bias, own, places, hard, options
+    own_weight = own_class_weights(weight, sharding, wide(rows.dtype))
+    options = HeadOptions(
+        group, ranges.size, criterion.label_smoothing, chunk_bytes=chunk_bytes
     )
+    given = (rows, linear_weight, linear_bias, own, places, hard)
+    row_loss, lse = HeadLosses.apply(*given, probabilities, own_weight, None, options)
     shape = (*input.shape[:-1], *outputs)
     return summed_up(row_loss, lse, columns, weight, criterion, shape, input.dtype)
 
@@ -252,7 +252,7 @@ def in_compute_dtype(input: Tensor, linear_weight: Tensor) -> Tensor:
         LayoutError: If the weight has another, without autocast.
     """
     kind = input.device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
         return input.to(torch.get_autocast_dtype(kind))
     if input.dtype != linear_weight.dtype:
         raise LayoutError(
@@ -260,6 +260,16 @@ def in_compute_dtype(input: Tensor, linear_weight: Tensor) -> Tensor:
             " dtype, or torch.autocast."
         )
     return input
+
+
+def expect_chunk_bytes(chunk_bytes: int | None) -> None:
+    """Check the memory for a chunk's logits.
+
+    Raises:
+        LayoutError: If it is not positive.
+    """
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise LayoutError(f"chunk_bytes={chunk_bytes}; expected at least 1, or None.")
 
 
 def _check(
@@ -270,6 +280,7 @@ def _check(
     weight: Tensor | None,
     criterion: Criterion,
     sharding: Sharding,
+    chunk_bytes: int | None,
 ) -> None:
     """Check everything before the collective; all but the shards is alike on every rank."""
     ranges, group = sharding.ranges, sharding.group
@@ -296,6 +307,7 @@ def _check(
             f" {tuple(linear_weight.shape[:-1])}, one for each row of linear_weight."
         )
     expect_criterion(criterion, weight, ranges.size)
+    expect_chunk_bytes(chunk_bytes)
     if target.requires_grad:
         raise LayoutError(
             "target requires grad, and linear_cross_entropy has no gradient for it. Pass"

@@ -23,6 +23,7 @@ from torchshard.loss.head import HeadOptions
 from torchshard.loss.head_losses import HeadLosses
 from torchshard.loss.linear_cross_entropy import (
     class_ranges,
+    expect_chunk_bytes,
     in_compute_dtype,
     summed_up,
 )
@@ -127,23 +128,24 @@ def margin_cross_entropy_of_shard(
     sharding = Sharding(1, ranges, group)
     _check(input, centres, target, criterion, sharding)
     expect_rate(sample_rate)
-    input = in_compute_dtype(input, centres)
-    x = margin.scale * F.normalize(input, dim=-1)
+    expect_chunk_bytes(chunk_bytes)
+    in_compute_dtype(input, centres)  # raises for dtypes that differ
+    # Scaled to length in the input's dtype, and only then rounded to autocast's.
+    x = in_compute_dtype(margin.scale * F.normalize(input, dim=-1), centres)
     columns = target.long().reshape(1, -1)
     hard = target_weights(columns, None, criterion.ignore_index, wide(x.dtype))
     sample = sampled(columns, sharding, sample_rate)
     options = HeadOptions(
         group,
+        ranges.size,
         margin=margin,
-        sampled=sample.rows,
         sparse=sparse and sample.rows is not None,
         chunk_bytes=chunk_bytes,
     )
-    row_loss, lse = HeadLosses.apply(
-        x, centres, None, sample.own, sample.places, hard, options
-    )
+    given = (x, centres, None, sample.own, sample.places, hard, None, None)
+    row_loss, lse = HeadLosses.apply(*given, sample.rows, options)
     return summed_up(
-        row_loss, lse, columns, None, criterion, tuple(target.shape), input.dtype
+        row_loss, lse, columns, None, criterion, tuple(target.shape), x.dtype
     )[0]
 
 
@@ -151,8 +153,9 @@ def cosines_of_shard(
     input: Tensor, centres: Tensor, ranges: Ranges, group: ShardGroup
 ) -> Tensor:
     """Return the cosines of inputs `(N, F)` with this rank's centres, marked as a shard."""
-    input = in_compute_dtype(input, centres)
-    products = F.linear(F.normalize(input, dim=-1), centres.to(input.dtype))
+    in_compute_dtype(input, centres)  # raises for dtypes that differ
+    input = in_compute_dtype(F.normalize(input, dim=-1), centres)
+    products = F.linear(input, centres.to(input.dtype))
     cosines = products * _inverse_length(centres.square().sum(1)).to(products.dtype)
     return mark(cosines, Sharding(cosines.dim() - 1, ranges, group))
 
@@ -205,6 +208,7 @@ def margin_cross_entropy(
     ignore_index, num_classes = criterion.ignore_index, cosines.shape[1]
     expect_criterion(criterion, None, num_classes)
     expect_indices(target, num_classes, "target", ignore_index)
+    target = target.long()
     columns = torch.where(target == ignore_index, 0, target).unsqueeze(1)
     phi = margin.of(cosines.gather(1, columns))
     return F.cross_entropy(

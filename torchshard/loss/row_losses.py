@@ -120,7 +120,7 @@ class RowLosses(torch.autograd.Function):
         if torch.is_grad_enabled():
             grads = _differentiable_grads(saved, grad, grad_lse, options)
         else:
-            ctx.is_spent = options.inplace
+            ctx.is_spent = options.inplace and ctx.needs_input_grad[0]
             room, ctx.room = ctx.room, None
             needs = ctx.needs_input_grad
             grads = _grads(saved, grad, grad_lse, needs, options, room)
@@ -257,9 +257,13 @@ def _grad_logits(
 
 
 def _overlaps_itself(x: Tensor) -> bool:
-    """Return whether several places of `x` may be one in memory, as after `expand`."""
-    sizes = zip(x.stride(), x.shape, strict=True)
-    return any(stride == 0 and size > 1 for stride, size in sizes)
+    """Return whether places of `x` may be one in memory, as after `expand` or `unfold`."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def _grad_probabilities(saved: _Saved, grad: Tensor, options: RowOptions) -> Tensor:

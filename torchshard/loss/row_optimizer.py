@@ -49,8 +49,9 @@ def step_in_backward(
 
     Under torch.compile the gradient is made after all, and `optimizer.step()` takes it. What
     needs the whole gradient cannot be had: its norm for clipping, its accumulation over
-    several backwards, a GradScaler. The second backward before a `step()` raises, and so does
-    a gradient that reaches the weight by another way.
+    several backwards, a GradScaler. The second backward before a `step()` raises, and so do a
+    gradient that reaches the weight by another way, torchshard's `clip_grad_norm_` and
+    its GradScaler's `step`. torch's own clipping and GradScaler cannot know, and raise nothing.
 
     Args:
         optimizer: One of torch's that work element by element: SGD, Adam, AdamW and their
@@ -134,6 +135,7 @@ class RowOptimizer:
         self._is_pending = False
         self._before: dict[str, Any] = {}
         self._scalars: dict[str, Any] = {}
+        optimizer.register_step_pre_hook(self._expect_no_other_gradient)
         optimizer.register_step_post_hook(self._settle)
 
     @property
@@ -154,6 +156,16 @@ class RowOptimizer:
         if parameter is None:
             raise StateError("The weight that is stepped in backward is gone.")
         return parameter
+
+    def _expect_no_other_gradient(self, *_: Any) -> None:
+        """Check, before the optimizer's step, that it has nothing to do for the weight."""
+        parameter = self._weight()
+        if self._is_pending and parameter is not None and parameter.grad is not None:
+            raise StateError(
+                "The weight was updated in backward, and has a .grad besides: it is used"
+                " elsewhere too, as a tied embedding or in a penalty. Its gradients have to"
+                " be summed before a step: do not step this weight in backward."
+            )
 
     def _settle(self, *_: Any) -> None:
         self._is_pending = False

@@ -317,22 +317,29 @@ def first_topk(
 ) -> tuple[Tensor, Tensor]:
     """Return the k best values, sorted, and their indices, the lowest of equal values.
 
-    `torch.topk` takes any of equal values. Where it had a choice, all is sorted instead;
+    `torch.topk` takes any of equal values. Rows in which it had a choice are sorted instead;
     a compiled graph, which cannot look, leaves the choice to it.
     """
-    values, indices = x.topk(k, dim, largest)
     if not k or torch.compiler.is_compiling():
-        return values, indices
+        return x.topk(k, dim, largest)
     with torch.no_grad():
-        worst = values.narrow(dim, k - 1, 1)
-        as_good = x >= worst if largest else x <= worst
-        has_choice = bool((as_good.sum(dim) > k).any())
-    if has_choice:
-        ordered = x.sort(stable=True, dim=dim, descending=largest)
-        return ordered.values.narrow(dim, 0, k), ordered.indices.narrow(dim, 0, k)
-    indices, order = indices.sort(dim)
-    ordered = values.gather(dim, order).sort(stable=True, dim=dim, descending=largest)
-    return ordered.values, indices.gather(dim, ordered.indices)
+        indices = _first_indices(x.movedim(dim, -1), k, largest).movedim(-1, dim)
+    return x.gather(dim, indices), indices
+
+
+def _first_indices(x: Tensor, k: int, largest: bool) -> Tensor:
+    """Return the places of the k best of the last dim, the lowest of equal values."""
+    one_more = x.topk(min(k + 1, x.shape[-1]), -1, largest)
+    indices, order = one_more.indices[..., :k].sort(-1)
+    values = one_more.values[..., :k].gather(-1, order)
+    order = values.sort(stable=True, dim=-1, descending=largest).indices
+    indices = indices.gather(-1, order)
+    if k < x.shape[-1]:
+        had_choice = one_more.values[..., k - 1] == one_more.values[..., k]
+        if had_choice.any():
+            rows = x[had_choice].sort(stable=True, dim=-1, descending=largest)
+            indices[had_choice] = rows.indices[..., :k]
+    return indices
 
 
 def _candidates(
