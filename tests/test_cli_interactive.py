@@ -46,6 +46,8 @@ class Terminal:
         while question not in self.shown[before:]:
             assert time.monotonic() < end, f"no {question!r} in {self.shown!r}"
             assert self._read(), f"ended without {question!r}: {self.shown!r}"
+        if text == "\x03":
+            time.sleep(0.5)  # Python sees no Ctrl-C that comes before it reads
         os.write(self.leader, text.encode())
 
     def end(self):

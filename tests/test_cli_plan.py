@@ -293,7 +293,7 @@ def test_an_interruption_midway_changes_nothing(project, monkeypatch):
         os.rename(source, target)
 
     monkeypatch.setattr(apply.os, "replace", replace)
-    assert project.run("new-layer", "ParallelTiny").exit_code == 1
+    assert project.run("new-layer", "ParallelTiny").exit_code == 130
     assert project.contents() == before
 
 

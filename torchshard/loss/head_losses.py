@@ -72,7 +72,18 @@ class HeadLosses(torch.autograd.Function):
                 " gone. Use parallel_linear and parallel_cross_entropy, which can be."
             )
         saved = ctx.saved_tensors
-        head = Head(*saved[:8], ctx.options)
+        x, weight, bias, own, places, probabilities, own_weight, sampled = saved[:8]
+        head = Head(
+            x,
+            weight,
+            bias,
+            own,
+            places,
+            probabilities,
+            own_weight,
+            sampled,
+            ctx.options,
+        )
         kept, hard, base, exp_sum, total = saved[8:]
         zero = torch.zeros_like(base)
         grad = zero if grad is None else grad
