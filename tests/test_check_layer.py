@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import torchshard as ts
 from torch import nn
 from torchshard.distributed import collectives
-from torchshard.errors import RankError
+from torchshard.errors import CheckError, RankError
 from torchshard.testing import (
     Case,
     Checked,
@@ -572,3 +572,34 @@ def seeds_used(case):
     asked = {1000 * case.seed + call.args[1] for call in seed_for.call_args_list}
     assert {call.args[0] for call in whole.call_args_list} <= asked
     return asked
+
+
+class DenseNamed(nn.Module):
+    def forward(self, input):
+        return {"twice": [2 * input], "name": "twice"}
+
+
+class WrongNamed(ts.ParallelLayer):
+    def __init__(self, *, group=None):
+        super().__init__(group)
+        self.declare(
+            axes={}, parameters={}, inputs={"input": ts.Whole()}, output=ts.Whole()
+        )
+
+    def local_forward(self, input):
+        return {"twice": [3 * input], "name": "twice"}
+
+
+class DenseSilent(nn.Module):
+    def forward(self, input):
+        return "nothing"
+
+
+def test_outputs_in_dicts_and_lists_are_compared():
+    """And an output without any tensor proves nothing, which is said."""
+    wrong = Case(WrongNamed, DenseNamed, inputs=[Floats((2, 3))])
+    with pytest.raises(CheckError, match="output 0 differs by"):
+        check_layer(wrong)
+    silent = Case(WrongNamed, DenseSilent, inputs=[Floats((2, 3))])
+    with pytest.raises(CheckError, match="returns no tensor"):
+        check_layer(silent)

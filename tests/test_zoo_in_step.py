@@ -95,11 +95,12 @@ def bundled_variants() -> Iterator[tuple[Template, Variant]]:
                 yield template, variant
 
 
-@pytest.mark.timeout(600)  # some thirteen layers, each on 1 to 4 ranks and compiled
+@pytest.mark.timeout(600)  # some twenty layers, each on 1 to 4 ranks
 def test_every_choice_of_every_template_works(tmp_path: Path) -> None:
     """Rendered with each choice, the code is clean and its own test passes.
 
-    By what `torchshard templates test` does, but in one folder, which takes less time.
+    By what `torchshard templates test` does, but in one folder, which takes less time, and
+    without compiling, which takes most of it: the zoo's own tests do for each template.
     """
     tried = list(bundled_variants())
     for template, variant in tried:
@@ -115,6 +116,6 @@ def test_every_choice_of_every_template_works(tmp_path: Path) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    tests, failures = run_tests(tmp_path, ["-W", "error"])
+    tests, failures = run_tests(tmp_path, ["-W", "error", "-k", "not compiles"])
     assert not failures, failures[0]
-    assert int(tests.removesuffix(" passed")) >= 5 * len(tried)
+    assert int(tests.split()[0]) >= 4 * len(tried)

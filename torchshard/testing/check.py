@@ -18,6 +18,7 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._pytree import tree_leaves
 from torchshard.distributed import collectives
 from torchshard.distributed.groups import ShardGroup, model_group
 from torchshard.errors import CheckError
@@ -200,12 +201,16 @@ def _backward(case: Case, output: Any) -> None:
 
 
 def _outputs(output: Any) -> list[Tensor]:
-    values = output if isinstance(output, tuple) else (output,)
-    return [whole(value) for value in values if isinstance(value, Tensor)]
+    """Return the tensors of an output, whole: of tuples, lists and dicts too."""
+    return [whole(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _same_outputs(output: Any, dense_output: Any) -> float:
     mine, theirs = _outputs(output), _outputs(dense_output)
+    if not theirs:
+        raise CheckError(
+            "the dense layer returns no tensor, so there is nothing to equal"
+        )
     if len(mine) != len(theirs):
         raise CheckError(
             f"it returns {len(mine)} tensors, the dense layer {len(theirs)}"
@@ -368,8 +373,8 @@ def _number_of_collectives(case: Case) -> float:
     feed = case.draw(torch.float64)
     with _counting() as forward:
         output = feed.into_sharded(layer)
-    values = output if isinstance(output, tuple) else (output,)
-    local = [_local(y) for y in values if isinstance(y, Tensor) and y.requires_grad]
+    leaves = [y for y in tree_leaves(output) if isinstance(y, Tensor)]
+    local = [_local(y) for y in leaves if y.requires_grad]
     with _counting() as backward:
         if local:
             torch.autograd.backward(local, [torch.ones_like(y) for y in local])
