@@ -443,7 +443,6 @@ def refusals():
         "linear": lambda: F.linear(y, randoms((2, 4), 2)),
         "sharded weight": lambda: F.linear(randoms((2, 4), 2), y),
         "both sharded": lambda: F.linear(batch, y),
-        "normalize": lambda: F.normalize(y),
         "glu": lambda: F.glu(y),
         "nll_loss": lambda: F.nll_loss(y, torch.zeros(3, dtype=torch.long)),
         "mse_loss": lambda: F.mse_loss(y, x),
