@@ -1,6 +1,6 @@
 """torchshard: torch.nn layers sliced over ranks, and the tools to make new ones."""
 
-from torchshard import amp, distributed, errors, nn, optim, utils
+from torchshard import amp, distributed, errors, loss, nn, optim, utils
 from torchshard.checkpoint import sharded_state_dict
 from torchshard.checks import expect_indices
 from torchshard.compatibility import (
@@ -77,6 +77,7 @@ __all__ = [
     "get_parallel_dim",
     "init_process_group",
     "kaiming_uniform",
+    "loss",
     "nn",
     "optim",
     "parallelize",
