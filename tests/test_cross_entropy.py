@@ -124,7 +124,7 @@ def compare_extended(x, target, ranges, options, case, inplace):
 def extended_options():
     size = groups.get_world_size()
     for shape, reduction, smoothing, weighted, soft, (scale, inplace) in product(
-        SHAPES[:5],
+        SHAPES[:3],
         ("mean", "sum", "none"),
         (0.0, 0.3, 1.0),
         (False, True),
@@ -147,7 +147,7 @@ def extended_options():
             compare_extended(randoms(shape, 1), target, ranges, options, case, inplace)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_probabilities_z_loss_logsumexp_and_second_order_match_dense(world_size):
     """Class and soft targets x weight x smoothing x reduction x z-loss x in place, to 1e-12."""
     run_ranks(extended_options, world_size)
