@@ -635,12 +635,13 @@ def test_ctrl_c(tmp_path: Path) -> None:
         start_new_session=True,
     ) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "asleep\n"
+        assert process.stderr.readline().startswith("asleep")
         time.sleep(1.0)
         os.killpg(process.pid, signal.SIGINT)
         shown, said = process.communicate(timeout=60)
     assert (process.returncode, shown) == (130, "")
-    assert said.replace("asleep\n", "") == "\nInterrupted.\n"
+    # The ranks' own lines may lie in one another.
+    assert said.replace("asleep", "").split() == ["Interrupted."]
 
 
 def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
