@@ -76,6 +76,18 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+def add_line(path: Path, line: str = "mine = 1") -> None:
+    """Add a line at the end of the file at `path`, as a user does."""
+    write(path, path.read_text("utf-8") + f"{line}\n")
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    """Replace `old`, which must be there, in the file at `path`."""
+    text = path.read_text("utf-8")
+    assert old in text
+    write(path, text.replace(old, new))
+
+
 def write_template(root: Path, name: str = "tiny", **fields: object) -> Path:
     """A template that renders, with `fields` in place of its own; returns its folder."""
     folder = root / name

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from cli_project import Project, write
+from cli_project import Project, add_line, write
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cli_plan import CASES, UNFORMATTED
@@ -19,10 +19,6 @@ def project(tmp_path):
     project = Project(tmp_path)
     project.generate()
     return project
-
-
-def add_line(path, line="mine = 1"):
-    write(path, path.read_text("utf-8") + f"{line}\n")
 
 
 def test_everything_that_was_generated_goes(tmp_path):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cli_project import Project, write
+from cli_project import Project, add_line, write
 
 
 @pytest.fixture
@@ -11,10 +11,6 @@ def project(tmp_path):
     project = Project(tmp_path)
     project.generate()
     return project
-
-
-def add_line(path, line="mine = 1"):
-    write(path, path.read_text("utf-8") + f"{line}\n")
 
 
 def test_nothing_to_show_is_exit_code_0(project):

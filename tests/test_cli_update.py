@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from cli_project import Project, working_in, write
+from cli_project import Project, add_line, edit, working_in, write
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,17 +24,6 @@ def project(tmp_path):
     project = Project(tmp_path)
     project.generate()
     return project
-
-
-def edit(path, old, new):
-    """Replace `old`, which must be there, in the file at `path`."""
-    text = path.read_text("utf-8")
-    assert old in text
-    write(path, text.replace(old, new))
-
-
-def add_line(path, line="mine = 1"):
-    write(path, path.read_text("utf-8") + f"{line}\n")
 
 
 def locked_text(project, path="zoo/parallel_tiny.py"):

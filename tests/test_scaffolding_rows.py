@@ -16,7 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_project import LAYER, MODULE_PATH, Project, write, write_template
+from cli_project import (
+    LAYER,
+    MODULE_PATH,
+    Project,
+    edit,
+    write,
+    write_template,
+)
 from torchshard_cli.catalogue import Catalogue, bundled_templates
 from torchshard_cli.header import read_header
 from torchshard_cli.layer import Layer
@@ -44,16 +51,9 @@ def edited(project):
 def torn(project):
     """A layer in which the user and then the template changed the same line."""
     project.generate()
-    change(project.module, "doubled = 8", "doubled = 80")
+    edit(project.module, "doubled = 8", "doubled = 80")
     project.edit_template()
     return project
-
-
-def change(path, old, new):
-    """Replace `old`, which must be there, in the file at `path`."""
-    text = path.read_text("utf-8")
-    assert old in text
-    write(path, text.replace(old, new))
 
 
 def drop_test(project):
@@ -349,7 +349,7 @@ def test_row_24_missing_and_obsolete_files_are_seen_and_mended(project):
 
 def test_row_25_a_conflict_is_no_larger_than_the_lines_in_question(torn):
     """cruft #287: the rest of the file is merged, not given up whole."""
-    change(torn.module, "A plain", "My")
+    edit(torn.module, "A plain", "My")
     torn.run("update", "--all")
     text = torn.module.read_text("utf-8")
     marked = text[text.index("<<<<<<<") : text.index(">>>>>>>")]
@@ -423,7 +423,7 @@ def test_row_28_an_update_touches_what_is_named_and_shows_it_first(project):
 def test_row_29_the_whole_file_is_compared(project, old, new):
     """transformers #13583: a line of the header, a decorator, a space, the last newline."""
     project.generate()
-    change(project.module, old, new)
+    edit(project.module, old, new)
     result = project.run("check", "--strict")
     assert result.exit_code == 1
     assert "edited    zoo/parallel_tiny.py" in result.output
