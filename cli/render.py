@@ -14,7 +14,7 @@ from collections.abc import Container
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .errors import TemplateError
 from .header import add_header
@@ -24,27 +24,17 @@ from .template import Template
 from .template_files import FIELDS, TemplateFile
 from .trust import require_trust
 
-if TYPE_CHECKING:
-    from .catalogue import Catalogue
-
-
-def render_layer(layer: Layer, templates: "Catalogue") -> dict[str, str]:
-    """The text of every file of `layer`, by posix path relative to the project's root.
-
-    A pure function of the layer and of the templates: it writes nothing that stays.
-
-    Raises:
-        UsageError: If the template does not exist or a value is none of its choices.
-        TemplateError: If it does not render, or renders to something unusable.
-        UntrustedError: If it is not bundled, and nobody said that it may run.
-    """
-    return render_template(templates.load(layer.template, layer.source), layer)
-
 
 def render_template(template: Template, layer: Layer) -> dict[str, str]:
-    """The same, for a template at hand.
+    """The text of every file of `layer`, by posix path relative to the project's root.
 
-    This is the one place where the code of a template runs.
+    A pure function of the layer and of the template: it writes nothing that stays. This is
+    the one place where the code of a template runs.
+
+    Raises:
+        UsageError: If a value is none of the template's choices.
+        TemplateError: If it does not render, or renders to something unusable.
+        UntrustedError: If it is not bundled, and nobody said that it may run.
     """
     require_trust(template)
     layer = replace(layer, options=template.complete(layer.options))

@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from click.testing import CliRunner, Result
+from torchshard_cli.catalogue import Catalogue
+from torchshard_cli.layer import Layer
 from torchshard_cli.main import main
+from torchshard_cli.render import render_template
 
 FIELDS = {
     "class_name": "ParallelTiny",
@@ -96,6 +99,11 @@ def write_template(root: Path, name: str = "tiny", **fields: object) -> Path:
     write(folder / TEST_PATH, TEST)
     write(root / "_shared" / "macros.j2", MACROS)
     return folder
+
+
+def render_layer(layer: Layer, templates: Catalogue) -> dict[str, str]:
+    """The text of every file of `layer`, by its template's name."""
+    return render_template(templates.load(layer.template, layer.source), layer)
 
 
 class Project:

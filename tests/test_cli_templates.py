@@ -12,6 +12,7 @@ from cli_project import (
     MODULE_PATH,
     TEST_PATH,
     Project,
+    render_layer,
     write,
     write_template,
 )
@@ -20,7 +21,6 @@ from cookiecutter.prompt import prompt_for_config
 from torchshard_cli.catalogue import Catalogue
 from torchshard_cli.errors import TemplateError
 from torchshard_cli.layer import Layer
-from torchshard_cli.render import render_layer
 
 OUTPUT = "templates/tiny/" + MODULE_PATH
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchshard as ts
+from cli_project import render_layer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +25,6 @@ from torchshard.tensor import ShardedTensor, whole
 from torchshard.testing import run_ranks
 from torchshard_cli.catalogue import Catalogue, bundled_templates
 from torchshard_cli.lock import read_lock
-from torchshard_cli.render import render_layer
 
 ROOT = Path(__file__).resolve().parent.parent
 

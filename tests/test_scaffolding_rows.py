@@ -21,6 +21,7 @@ from cli_project import (
     MODULE_PATH,
     Project,
     edit,
+    render_layer,
     write,
     write_template,
 )
@@ -28,7 +29,6 @@ from torchshard_cli.catalogue import Catalogue, bundled_templates
 from torchshard_cli.header import read_header
 from torchshard_cli.layer import Layer
 from torchshard_cli.lock import read_lock
-from torchshard_cli.render import render_layer
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli_project import render_layer
 from torchshard_cli.catalogue import Catalogue, bundled_templates
 from torchshard_cli.layer import Layer
 from torchshard_cli.lock import read_lock
-from torchshard_cli.render import render_layer
 from torchshard_cli.template import Template
 from torchshard_cli.trial import (
     Variant,

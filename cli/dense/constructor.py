@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -160,8 +159,3 @@ def _handed_on(arguments: ast.arguments) -> Iterator[str]:
         yield f"{one.arg}={one.arg}"
     if arguments.kwarg:
         yield f"**{arguments.kwarg.arg}"
-
-
-def signature_of(owner: type[nn.Module]) -> inspect.Signature:
-    """The signature of `owner` as it is called."""
-    return inspect.signature(owner)
