@@ -137,17 +137,41 @@ def reduced(
     columns: Tensor | None,
     weight: Tensor | None,
     criterion: Criterion,
-) -> Tensor:
-    """Return the rows' losses, with their z-losses, put together as `reduction` says.
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss, put together as `reduction` says, and the rows' logsumexp.
 
     A mean divides the cross-entropy by the targets' class weights, the z-loss by the number
-    of rows that are not ignored.
+    of rows that are not ignored. Rows that are ignored count for nothing, whatever they hold.
+
+    Args:
+        row_loss: Cross-entropy of each row, in float32 or wider.
+        lse: Logsumexp of each row, likewise.
+        columns: Target class of each row; None for probabilities.
+        weight: Weight of each class, whole.
+        criterion: How to reduce.
+        dtype: That of the logits, and of the results outside autocast.
     """
+    loss = _put_together(row_loss, lse, columns, weight, criterion)
+    if torch.is_autocast_enabled(row_loss.device.type):
+        return loss, lse
+    return loss.to(dtype), lse.to(dtype)
+
+
+def _put_together(
+    row_loss: Tensor,
+    lse: Tensor,
+    columns: Tensor | None,
+    weight: Tensor | None,
+    criterion: Criterion,
+) -> Tensor:
     z_loss = None
     if criterion.lse_square_scale:
         z_loss = criterion.lse_square_scale * lse.square()
-        if columns is not None:
-            z_loss = torch.where(columns != criterion.ignore_index, z_loss, 0)
+    if columns is not None:
+        live = columns != criterion.ignore_index
+        row_loss = torch.where(live, row_loss, 0)
+        z_loss = None if z_loss is None else torch.where(live, z_loss, 0)
     if criterion.reduction == "none":
         return row_loss if z_loss is None else row_loss + z_loss
     loss = (

@@ -131,9 +131,7 @@ def parallel_cross_entropy(
     row_loss, lse, columns = _row_losses(
         local, target, weight, criterion, sharding, inplace
     )
-    loss = reduced(row_loss, lse, columns, weight, criterion)
-    if not torch.is_autocast_enabled(local.device.type):
-        loss, lse = loss.to(local.dtype), lse.to(local.dtype)
+    loss, lse = reduced(row_loss, lse, columns, weight, criterion, local.dtype)
     return (loss, lse) if return_lse else loss
 
 
@@ -210,8 +208,6 @@ def _row_losses(
     row_loss, lse = RowLosses.apply(
         x, probabilities, columns, hard, own_weight, options
     )
-    if columns is not None:
-        row_loss = torch.where(columns != criterion.ignore_index, row_loss, 0)
     flat = None if columns is None else columns.reshape(rows_shape)
     return row_loss.reshape(rows_shape), lse.reshape(rows_shape), flat
 

@@ -20,9 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torchshard.loss.head import Chunk, Head, HeadOptions
-from torchshard.loss.row_losses import added
 from torchshard.loss.row_optimizer import RowOptimizer, row_optimizer_of
-from torchshard.loss.rows import Part, exchanged, finite, soft_sums, wide
+from torchshard.loss.rows import (
+    Part,
+    exchanged,
+    finite,
+    soft_sums,
+    weight_of_p,
+    wide,
+)
 
 
 class HeadLosses(torch.autograd.Function):
@@ -52,14 +58,11 @@ class HeadLosses(torch.autograd.Function):
         with _as_given(x):
             part, kept = _local_part(Head(*given, options))
         rows = exchanged(part, options.group)
-        losses = [] if hard is None else [hard * rows.hard_loss()]
-        losses += [] if rows.soft is None else [rows.soft_loss()]
-        masses = [mass for mass in (hard, rows.mass) if mass is not None]
         ctx.options, ctx.optimizer = options, row_optimizer_of(weight)
         ctx.save_for_backward(
-            *given, kept, hard, rows.base, rows.exp_sum, added(masses)
+            *given, kept, hard, rows.base, rows.exp_sum, rows.total(hard)
         )
-        return added(losses), rows.logsumexp
+        return rows.loss(hard), rows.logsumexp
 
     @staticmethod
     def backward(
@@ -85,11 +88,10 @@ class HeadLosses(torch.autograd.Function):
             ctx.options,
         )
         kept, hard, base, exp_sum, total = saved[8:]
-        zero = torch.zeros_like(base)
-        grad = zero if grad is None else grad
-        weight_of_p = grad * total if grad_lse is None else grad * total + grad_lse
+        scale = weight_of_p(total, grad, grad_lse) / exp_sum
+        grad = torch.zeros_like(base) if grad is None else grad
         onehot = None if hard is None else -hard * grad
-        upstream = _Upstream(base, weight_of_p / exp_sum, grad, onehot)
+        upstream = _Upstream(base, scale, grad, onehot)
         grads = _Gradients(head, ctx.needs_input_grad, ctx.optimizer)
         with _as_given(head.x):
             for start, stop in head.chunks():

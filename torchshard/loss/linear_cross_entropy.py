@@ -183,7 +183,7 @@ def linear_cross_entropy_of_shard(
         *(input, linear_weight, target, linear_bias, weight),
         *(criterion, sharding, chunk_bytes),
     )
-    input = in_compute_dtype(input, linear_weight)
+    input = input.to(compute_dtype(input, linear_weight))
     rows = input.reshape(-1, input.shape[-1])
     outputs = linear_weight.shape[1:-1]
     columns = hard = own = places = probabilities = None
@@ -225,8 +225,6 @@ def summed_up(
         shape: Shape of the rows, `(N, d1, ...)` or `()`.
         dtype: That of the logits, and of the results outside autocast.
     """
-    if columns is not None:
-        row_loss = torch.where(columns != criterion.ignore_index, row_loss, 0)
     class_first = (math.prod(shape[1:]), shape[0] if shape else 1)
 
     def back(x: Tensor) -> Tensor:
@@ -234,10 +232,7 @@ def summed_up(
 
     row_loss, lse = back(row_loss), back(lse)
     columns = None if columns is None else back(columns)
-    loss = reduced(row_loss, lse, columns, weight, criterion)
-    if torch.is_autocast_enabled(row_loss.device.type):
-        return loss, lse
-    return loss.to(dtype), lse.to(dtype)
+    return reduced(row_loss, lse, columns, weight, criterion, dtype)
 
 
 def _class_first(target: Tensor, num: int, outputs: int) -> Tensor:
@@ -245,21 +240,35 @@ def _class_first(target: Tensor, num: int, outputs: int) -> Tensor:
     return target.reshape(num, outputs).t().reshape(1, -1)
 
 
-def in_compute_dtype(input: Tensor, linear_weight: Tensor) -> Tensor:
-    """Return the input in the dtype of the matrix products: autocast's, or its own.
+def compute_dtype(input: Tensor, linear_weight: Tensor) -> torch.dtype:
+    """Return the dtype of the matrix products: autocast's, or that of both.
 
     Raises:
-        LayoutError: If the weight has another, without autocast.
+        LayoutError: If they differ, without autocast.
     """
     kind = input.device.type
     if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
-        return input.to(torch.get_autocast_dtype(kind))
+        return torch.get_autocast_dtype(kind)
     if input.dtype != linear_weight.dtype:
         raise LayoutError(
             f"input is {input.dtype} and linear_weight {linear_weight.dtype}. Expected one"
             " dtype, or torch.autocast."
         )
-    return input
+    return input.dtype
+
+
+def expect_own_classes(name: str, weight: Tensor, sharding: Sharding) -> None:
+    """Check that `weight`, the argument of that name, has the classes of this rank.
+
+    Raises:
+        ShapeError: If it has more or fewer, or if they are not one range.
+    """
+    ranges, group = sharding.ranges, sharding.group
+    if len(weight) != sharding.length or not ranges.is_contiguous:
+        raise ShapeError(
+            f"{name} has {len(weight)} classes; rank {group.rank} of {group.size} holds"
+            f" {sharding.length} of the {ranges.size}."
+        )
 
 
 def expect_chunk_bytes(chunk_bytes: int | None) -> None:
@@ -283,8 +292,7 @@ def _check(
     chunk_bytes: int | None,
 ) -> None:
     """Check everything before the collective; all but the shards is alike on every rank."""
-    ranges, group = sharding.ranges, sharding.group
-    outputs = linear_weight.shape[1:-1]
+    num_classes, outputs = sharding.ranges.size, linear_weight.shape[1:-1]
     if input.dim() not in (1, 2) or input.shape[-1] != linear_weight.shape[-1]:
         raise ShapeError(
             f"input has shape {tuple(input.shape)}; expected (N, {linear_weight.shape[-1]})"
@@ -296,22 +304,18 @@ def _check(
             f"input has shape {tuple(input.shape)}; a weight of shape"
             f" {tuple(linear_weight.shape)} needs (N, {linear_weight.shape[-1]})."
         )
-    if len(linear_weight) != sharding.length or not ranges.is_contiguous:
-        raise ShapeError(
-            f"linear_weight has {len(linear_weight)} classes; rank {group.rank} of"
-            f" {group.size} holds {sharding.length} of the {ranges.size}."
-        )
+    expect_own_classes("linear_weight", linear_weight, sharding)
     if linear_bias is not None and linear_bias.shape != linear_weight.shape[:-1]:
         raise ShapeError(
             f"linear_bias has shape {tuple(linear_bias.shape)}; expected"
             f" {tuple(linear_weight.shape[:-1])}, one for each row of linear_weight."
         )
-    expect_criterion(criterion, weight, ranges.size)
+    expect_criterion(criterion, weight, num_classes)
     expect_chunk_bytes(chunk_bytes)
     if target.requires_grad:
         raise LayoutError(
             "target requires grad, and linear_cross_entropy has no gradient for it. Pass"
             " target.detach(), or use parallel_cross_entropy, which has one."
         )
-    shape = torch.Size((*input.shape[:-1], ranges.size, *outputs))
+    shape = torch.Size((*input.shape[:-1], num_classes, *outputs))
     expect_target(target, shape, criterion, sharding)

@@ -23,8 +23,9 @@ from torchshard.loss.head import HeadOptions
 from torchshard.loss.head_losses import HeadLosses
 from torchshard.loss.linear_cross_entropy import (
     class_ranges,
+    compute_dtype,
     expect_chunk_bytes,
-    in_compute_dtype,
+    expect_own_classes,
     summed_up,
 )
 from torchshard.loss.margin import Margin
@@ -129,9 +130,9 @@ def margin_cross_entropy_of_shard(
     _check(input, centres, target, criterion, sharding)
     expect_rate(sample_rate)
     expect_chunk_bytes(chunk_bytes)
-    in_compute_dtype(input, centres)  # raises for dtypes that differ
     # Scaled to length in the input's dtype, and only then rounded to autocast's.
-    x = in_compute_dtype(margin.scale * F.normalize(input, dim=-1), centres)
+    dtype = compute_dtype(input, centres)
+    x = (margin.scale * F.normalize(input, dim=-1)).to(dtype)
     columns = target.long().reshape(1, -1)
     hard = target_weights(columns, None, criterion.ignore_index, wide(x.dtype))
     sample = sampled(columns, sharding, sample_rate)
@@ -153,9 +154,8 @@ def cosines_of_shard(
     input: Tensor, centres: Tensor, ranges: Ranges, group: ShardGroup
 ) -> Tensor:
     """Return the cosines of inputs `(N, F)` with this rank's centres, marked as a shard."""
-    in_compute_dtype(input, centres)  # raises for dtypes that differ
-    input = in_compute_dtype(F.normalize(input, dim=-1), centres)
-    products = F.linear(input, centres.to(input.dtype))
+    dtype = compute_dtype(input, centres)
+    products = F.linear(F.normalize(input, dim=-1).to(dtype), centres.to(dtype))
     cosines = products * _inverse_length(centres.square().sum(1)).to(products.dtype)
     return mark(cosines, Sharding(cosines.dim() - 1, ranges, group))
 
@@ -170,7 +170,7 @@ def cosines_of_features(input: Tensor, centres: Tensor, group: ShardGroup) -> Te
         centres: `(C, F / R)`.
         group: The ranks.
     """
-    input = in_compute_dtype(input, centres)
+    input = input.to(compute_dtype(input, centres))
     dtype = wide(input.dtype)
     partials = [
         F.linear(input, centres.to(input.dtype)).to(dtype),
@@ -227,19 +227,14 @@ def _check(
     sharding: Sharding,
 ) -> None:
     """Check everything before the collective; all but the shards is alike on every rank."""
-    ranges, group = sharding.ranges, sharding.group
     if input.dim() != 2 or centres.dim() != 2 or input.shape[1:] != centres.shape[1:]:
         raise ShapeError(
             f"input has shape {tuple(input.shape)} and centres {tuple(centres.shape)};"
             " expected (N, F) and (C / R, F)."
         )
-    if len(centres) != sharding.length or not ranges.is_contiguous:
-        raise ShapeError(
-            f"centres has {len(centres)} classes; rank {group.rank} of {group.size} holds"
-            f" {sharding.length} of the {ranges.size}."
-        )
+    expect_own_classes("centres", centres, sharding)
     if target.is_floating_point():
         raise ShapeError("target holds probabilities; a margin needs class indices.")
-    expect_criterion(criterion, None, ranges.size)
-    shape = torch.Size((len(input), ranges.size))
+    expect_criterion(criterion, None, sharding.ranges.size)
+    shape = torch.Size((len(input), sharding.ranges.size))
     expect_target(target, shape, criterion, sharding)

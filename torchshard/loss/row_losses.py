@@ -24,12 +24,14 @@ from torchshard.loss.rows import (
     WHOLE,
     Index,
     SoftWeights,
+    added,
     blocks,
     exchanged,
     local_part,
     own_softmax,
     part_of,
     scratch_of,
+    weight_of_p,
     wide,
 )
 from torchshard.tensor.sharded import Sharding
@@ -98,13 +100,11 @@ class RowLosses(torch.autograd.Function):
         part = local_part(x, target_logit, soft, ctx.room)
         rows = exchanged(part, sharding.group)
         share = part.exp_sum * (part.highest - rows.base).exp() / rows.exp_sum
-        losses = [] if hard is None else [hard * rows.hard_loss()]
-        losses += [] if soft is None else [rows.soft_loss()]
-        masses = [mass for mass in (hard, rows.mass) if mass is not None]
         ctx.options, ctx.is_spent = options, False
         saved = (x, probabilities, columns, hard, own_weight)
-        ctx.save_for_backward(*saved, rows.base, rows.exp_sum, share, added(masses))
-        return added(losses), rows.logsumexp
+        total = rows.total(hard)
+        ctx.save_for_backward(*saved, rows.base, rows.exp_sum, share, total)
+        return rows.loss(hard), rows.logsumexp
 
     @staticmethod
     def backward(
@@ -125,11 +125,6 @@ class RowLosses(torch.autograd.Function):
             needs = ctx.needs_input_grad
             grads = _grads(saved, grad, grad_lse, needs, options, room)
         return (*grads, None, None, None, None)
-
-
-def added(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of one tensor or of two."""
-    return tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
 
 
 def _soft_weights(
@@ -216,15 +211,13 @@ class _Upstream(NamedTuple):
 def _upstream(
     saved: _Saved, grad: Tensor | None, grad_lse: Tensor | None, options: RowOptions
 ) -> _Upstream:
-    terms = [] if grad is None else [grad * saved.total]
-    terms += [] if grad_lse is None else [grad_lse]
-    weight_of_p = added(terms) if terms else torch.zeros_like(saved.base)
     soft = _soft_weights(saved.probabilities, saved.own_weight, options)
     places = onehot = None
     if saved.columns is not None and saved.hard is not None and grad is not None:
         own, places = own_targets(saved.columns, options.sharding)
         onehot = torch.where(own, -saved.hard * grad, 0)
-    scale, empty = weight_of_p * saved.share, saved.share == 0
+    scale = weight_of_p(saved.total, grad, grad_lse) * saved.share
+    empty = saved.share == 0
     can_look = scale.device.type == "cpu" and not torch.compiler.is_compiling()
     has_empty = not can_look or bool(empty.any())
     return _Upstream(scale, empty if has_empty else None, grad, soft, places, onehot)
@@ -322,16 +315,16 @@ def _differentiable_grads(
         result = result + ops.copy(grad_lse, group) * p
     if grad is not None:
         grad = ops.copy(grad, group)
-        masses = [] if saved.hard is None else [saved.hard]
+        mass = None
         if soft is not None:
             weights = (soft.block(WHOLE, p.dtype) + torch.zeros_like(p)).expand_as(p)
-            masses.append(ops.total(weights.sum(1, keepdim=True), group))
+            mass = ops.total(weights.sum(1, keepdim=True), group)
             result = result - weights * grad
         if saved.columns is not None and saved.hard is not None and p.shape[1]:
             own, places = own_targets(saved.columns, options.sharding)
             hard = torch.where(own, -saved.hard * grad, 0)
             result = result.scatter_add(1, places, hard)
-        result = result + grad * added(masses) * p
+        result = result + grad * added(saved.hard, mass) * p
         if probabilities is not None:
             grad_probabilities = log_p * ((options.label_smoothing - 1) * grad)
             if saved.own_weight is not None:

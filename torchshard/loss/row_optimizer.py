@@ -91,7 +91,9 @@ def step_in_backward(
     if not chosen or any(id(x) not in held for x in chosen):
         raise StateError("The optimizer does not hold the parameters to be updated.")
     for parameter in chosen:
-        _stepped[parameter] = RowOptimizer(optimizer, parameter)
+        known: RowOptimizer | None = _stepped.get(parameter)
+        if known is None or not known.steps_for(optimizer):
+            _stepped[parameter] = RowOptimizer(optimizer, parameter)
 
 
 def row_optimizer_of(parameter: Tensor) -> RowOptimizer | None:
@@ -133,6 +135,7 @@ class RowOptimizer:
         like: Any = type(optimizer)
         self._rows: Optimizer = like([nn.Parameter(torch.empty(0))])
         self._is_pending = False
+        self._group: dict[str, Any] = {}
         self._before: dict[str, Any] = {}
         self._scalars: dict[str, Any] = {}
         optimizer.register_step_pre_hook(self._expect_no_other_gradient)
@@ -142,6 +145,10 @@ class RowOptimizer:
     def is_alive(self) -> bool:
         """Whether there still is an optimizer to step for."""
         return self._whole() is not None
+
+    def steps_for(self, optimizer: Optimizer) -> bool:
+        """Whether it is this optimizer's steps that it makes."""
+        return self._whole() is optimizer
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -190,14 +197,14 @@ class RowOptimizer:
         self._is_pending, self._scalars = True, {}
         # All rows start from one state, also where the first of them create it.
         self._before = dict(self._optimizer.state[self._parameter])
+        self._group = self._group_of(self._parameter)
 
     def step(self, rows: Rows, grad: Tensor) -> None:
         """Update `rows` of the parameter and of its state."""
         parameter = self._parameter
         chunk = nn.Parameter(parameter.detach()[rows])
         chunk.grad = grad
-        group = {**self._group_of(parameter), "params": [chunk]}
-        self._rows.param_groups = [group]
+        self._rows.param_groups = [{**self._group, "params": [chunk]}]
         self._rows.state.clear()
         self._rows.state[chunk] = {
             name: _rows_of(value, parameter, rows)

@@ -83,17 +83,19 @@ class Rows:
         """The log of the sum of exp(x)."""
         return self.exp_sum.log() + self.base
 
-    def hard_loss(self) -> Tensor:
-        """Return -log p of the target."""
-        assert self.target_logit is not None
-        return self.exp_sum.log() + (self.base - self.target_logit)
+    def loss(self, hard: Tensor | None) -> Tensor:
+        """Return -h log p of the target, h being `hard`, and the sum of -u log p."""
+        log_sum, terms = self.exp_sum.log(), []
+        if hard is not None and self.target_logit is not None:
+            terms.append(hard * (log_sum + (self.base - self.target_logit)))
+        if self.soft is not None and self.mass is not None:
+            spread = torch.where(self.mass != 0, self.mass * log_sum, 0)
+            terms.append(spread - self.soft)
+        return added(*terms)
 
-    def soft_loss(self) -> Tensor:
-        """Return the sum of -u log p."""
-        assert self.soft is not None
-        assert self.mass is not None
-        spread = torch.where(self.mass != 0, self.mass * self.exp_sum.log(), 0)
-        return spread - self.soft
+    def total(self, hard: Tensor | None) -> Tensor:
+        """Return what the targets of a row sum to: h and the sum of u."""
+        return added(hard, self.mass)
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,27 @@ def _like(part: Part, fields: Iterable[Tensor]) -> Part:
     return Part(
         *[cast(Tensor, field if field is None else next(given)) for field in part]
     )
+
+
+def added(*terms: Tensor | None) -> Tensor:
+    """Return the sum of the terms that are there; one is."""
+    first, *others = [term for term in terms if term is not None]
+    for term in others:
+        first = first + term
+    return first
+
+
+def weight_of_p(total: Tensor, grad: Tensor | None, grad_lse: Tensor | None) -> Tensor:
+    """Return what multiplies p in the logits' gradient: g (h + sum of u) + g_lse.
+
+    Args:
+        total: h + sum of u.
+        grad: g, of the row's loss.
+        grad_lse: g_lse, of its logsumexp.
+    """
+    if grad is None and grad_lse is None:
+        return torch.zeros_like(total)
+    return added(None if grad is None else grad * total, grad_lse)
 
 
 def finite(highest: Tensor) -> Tensor:
