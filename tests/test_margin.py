@@ -314,3 +314,17 @@ def test_backward_computes_the_logits_of_forward_whatever_autocast_is(forward):
         )
         assert torch.equal(same, other)
         assert same.norm() < 1e-2
+
+
+def test_under_autocast_products_are_in_its_dtype():
+    """Lengths are taken in float32, what is multiplied is rounded, as for a linear layer."""
+    x, weight = randoms((32, 64), 3).float(), randoms((20, 64), 4).float()
+    target, margin = torch.arange(32) % 20, Margin(subtracted=0.0, scale=64.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = parallel_margin_cross_entropy(x, weight, target, margin)
+        logits = F.linear(64 * F.normalize(x), F.normalize(weight))
+    rounded = F.cross_entropy(logits.float(), target)
+    exact = F.cross_entropy(F.linear(64 * F.normalize(x), F.normalize(weight)), target)
+    assert loss.dtype == torch.float32
+    assert (rounded - exact).abs() > 1e-4
+    assert (loss - rounded).abs() < (rounded - exact).abs() / 10
