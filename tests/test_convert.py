@@ -750,14 +750,20 @@ REFUSALS = [
     (
         {"0": "heads"},
         {},
-        "0: ParallelLinear cannot be divided as 'heads'. Expected one of column, row,"
-        " vocabulary, embedding_dim, or a dict of its arguments.",
+        "0: ParallelLinear cannot be divided as 'heads'. Expected 'column' (the"
+        " output features), 'row' (the input features), or a dict of its arguments.",
+    ),
+    (
+        {"0": "vocabulary"},
+        {},
+        "0: ParallelLinear cannot be divided as 'vocabulary'. Expected 'column' (the"
+        " output features), 'row' (the input features), or a dict of its arguments.",
     ),
     (
         {"0": "column", "3": "rows"},
         {},
-        "3: ParallelLinear cannot be divided as 'rows'. Expected one of column, row,"
-        " vocabulary, embedding_dim, or a dict of its arguments.",
+        "3: ParallelLinear cannot be divided as 'rows'. Expected 'column' (the"
+        " output features), 'row' (the input features), or a dict of its arguments.",
     ),
     (
         {"0": "column", "2": "row"},

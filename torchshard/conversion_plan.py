@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,14 +13,6 @@ from torchshard.layer import ParallelLayer
 
 Rule: TypeAlias = "str | Mapping[str, Any] | None"
 LayerClass: TypeAlias = type[ParallelLayer]
-
-_SPLITS: dict[str, dict[str, Any]] = {
-    "column": {"dim": 1},
-    "row": {"dim": 0},
-    "vocabulary": {"dim": 0},
-    "embedding_dim": {"dim": 1},
-    "heads": {},
-}
 
 
 @dataclass
@@ -169,14 +160,15 @@ def _resolved(
     layer_class = classes[type(module)]
     if not isinstance(rule, str):
         return layer_class, dict(rule)
-    takes_dim = "dim" in inspect.signature(layer_class).parameters
-    fitting = [name for name, split in _SPLITS.items() if bool(split) == takes_dim]
-    if rule not in fitting:
+    if rule not in layer_class.splits:
+        known = [
+            f"{name!r} ({way.divides})" for name, way in layer_class.splits.items()
+        ]
         raise LayoutError(
             f"{shown_name(path)}: {layer_class.__name__} cannot be divided as {rule!r}."
-            f" Expected one of {', '.join(fitting)}, or a dict of its arguments."
+            f" Expected {', '.join([*known, 'or a dict of its arguments'])}."
         )
-    return layer_class, dict(_SPLITS[rule])
+    return layer_class, dict(layer_class.splits[rule].arguments)
 
 
 def why_not(module: nn.Module, classes: Mapping[type[nn.Module], LayerClass]) -> str:

@@ -25,7 +25,16 @@ from torchshard.distributed import collectives, ops
 from torchshard.distributed.groups import GroupLike, resolve_group
 from torchshard.errors import GroupError, LayoutError, ShapeError, StateError
 from torchshard.initializer import Initializer, Part
-from torchshard.layout import Axis, Layout, Partial, Ranges, Shard, Whole, ranges_of
+from torchshard.layout import (
+    Axis,
+    Layout,
+    Partial,
+    Ranges,
+    Shard,
+    Split,
+    Whole,
+    ranges_of,
+)
 from torchshard.tensor import ShardedTensor, Sharding, mark, whole, whole_shape
 
 if TYPE_CHECKING:
@@ -91,6 +100,9 @@ class ParallelLayer(nn.Module, ABC):
 
     dense_class: ClassVar[type[nn.Module] | None] = None
     """The torch.nn class that the layer equals, for conversion; None if there is none."""
+
+    splits: ClassVar[Mapping[str, Split]] = {}
+    """How the class can be divided, by the words that a plan of `parallelize` uses."""
 
     def __init__(self, group: GroupLike = None) -> None:
         super().__init__()

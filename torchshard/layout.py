@@ -13,12 +13,12 @@ Slicing, gathering, state and initialisation need nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from torchshard.errors import LayoutError
 
-Split: TypeAlias = Literal["whole", "column", "row"]
+SplitName: TypeAlias = Literal["whole", "column", "row"]
 Partition: TypeAlias = Callable[[int, int, int], tuple[int, int]]
 Segments: TypeAlias = "str | Segment | Sequence[Segment]"
 
@@ -120,6 +120,19 @@ def as_segments(segments: Segments) -> tuple[Segment, ...]:
     if isinstance(segments, str):
         return (Segment(segments),)
     return (segments,) if isinstance(segments, Segment) else tuple(segments)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way in which a class of layers can be divided; the class names it in `splits`.
+
+    Args:
+        divides: What it divides, in words, for errors and documentation.
+        arguments: The constructor's arguments that ask for it, such as `{"dim": 1}`.
+    """
+
+    divides: str
+    arguments: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -284,7 +297,7 @@ def ranges_of_lengths(lengths: Sequence[int]) -> Ranges:
 
 def split_of(
     dim: int | None, column: str = "output features", row: str = "input features"
-) -> Split:
+) -> SplitName:
     """Name the split that TorchShard's `dim` codes stand for.
 
     `None` is `"whole"`, 1 and -1 are `"column"`, 0 is `"row"`.
@@ -297,7 +310,7 @@ def split_of(
     Raises:
         LayoutError: If `dim` is another value.
     """
-    names: dict[int | None, Split] = {
+    names: dict[int | None, SplitName] = {
         None: "whole",
         1: "column",
         -1: "column",
