@@ -855,7 +855,7 @@ def test_the_report_of_a_plan():
     before = fingerprint(model)
     report = ts.plan_conversion(model, plan)
     assert str(report) == (
-        "embedding: Embedding -> ParallelEmbedding(dim=0)\n"
+        "embedding: Embedding -> ParallelEmbedding(dim='vocabulary')\n"
         "attention: MultiheadAttention -> ParallelMultiheadAttention()\n"
         "head = again: Linear -> ParallelLinear(dim=1, gather_output=True)\n"
         "body.0: stays whole\n"

@@ -10,7 +10,7 @@ PACKAGE = "torchshard"
 
 # From the bottom up: a module imports from its own level or from lower ones.
 LEVELS = [
-    ["errors", "layout"],
+    ["errors", "layout", "packing", "splits"],
     ["distributed"],
     ["checks", "initializer", "owners", "tensor"],
     ["data_parallel", "loss"],

@@ -600,8 +600,8 @@ def test_dim_7_is_refused():
     with pytest.raises(LayoutError) as raised:
         ParallelLinear(2, 3, dim=7)
     assert str(raised.value) == (
-        "dim=7 is no split. Expected None (not divided), 1 or -1 (the output features"
-        " are divided) or 0 (the input features are divided)."
+        "dim=7 is no split. Expected None (not divided), 1, -1 or 'column' (the output"
+        " features are divided), 0 or 'row' (the input features are divided)."
     )
 
 
@@ -984,8 +984,9 @@ def test_a_layer_built_before_the_group_says_so() -> None:
 def test_split_names_what_it_divides() -> None:
     """A wrong dim is explained in the layer's own words."""
     text = (
-        "dim=7 is no split. Expected None (not divided), 1 or -1 (the embedding's columns"
-        " are divided) or 0 (the vocabulary's rows are divided)."
+        "dim=7 is no split. Expected None (not divided), 0 or 'vocabulary' (the"
+        " vocabulary's rows are divided), 1, -1 or 'embedding_dim' (the embedding's columns"
+        " are divided)."
     )
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):
         ts.nn.ParallelEmbedding(6, 7, dim=7)

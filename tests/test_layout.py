@@ -17,7 +17,6 @@ from torchshard.layout import (
     covering,
     ranges_of,
     ranges_of_lengths,
-    split_of,
 )
 
 SIZES = st.integers(1, 7)
@@ -115,16 +114,7 @@ def test_segments_may_be_a_name_one_segment_or_several():
     """All spellings of a dim mean the same tuple of segments."""
     assert as_segments("x") == as_segments(Segment("x")) == as_segments([Segment("x")])
     assert Shard(0, "x") == Shard(0, [Segment("x")])
-
-
-def test_split_codes_have_names():
-    """TorchShard's dim codes: None whole, 1 and -1 column, 0 row."""
-    assert [split_of(dim) for dim in (None, 1, -1, 0)] == [
-        "whole",
-        "column",
-        "column",
-        "row",
-    ]
+    assert Shard(1, ["x", Segment("y", 2)]).segments == (Segment("x"), Segment("y", 2))
 
 
 def gap(num_units, size, rank):
@@ -142,11 +132,6 @@ def beyond(num_units, size, rank):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: split_of(2),
-            "dim=2 is no split. Expected None (not divided), 1 or -1 (the output features"
-            " are divided) or 0 (the input features are divided).",
-        ),
         (
             lambda: covering(Axis(6), 4),
             "ratio=4 does not divide the 6 units of the axis. Expected a divisor: each"

@@ -499,8 +499,9 @@ def test_layers_have_torchs_attributes():
         ),
         (
             partial(ParallelEmbedding, 4, 2, dim=2),
-            "dim=2 is no split. Expected None (not divided), 1 or -1 (the embedding's columns"
-            " are divided) or 0 (the vocabulary's rows are divided).",
+            "dim=2 is no split. Expected None (not divided), 0 or 'vocabulary' (the"
+            " vocabulary's rows are divided), 1, -1 or 'embedding_dim' (the embedding's"
+            " columns are divided).",
         ),
     ],
 )

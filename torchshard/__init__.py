@@ -10,7 +10,7 @@ from torchshard.compatibility import (
     set_attribute,
     slice,
 )
-from torchshard.conversion_plan import plan_conversion
+from torchshard.conversion_plan import Column, Row, plan_conversion
 from torchshard.convert import convert_layers, parallelize, to_dense
 from torchshard.data_parallel import register_ddp_parameters_to_ignore
 from torchshard.distributed.groups import (
@@ -30,19 +30,24 @@ from torchshard.initializer import (
     xavier_normal,
     xavier_uniform,
 )
-from torchshard.layer import ParallelLayer, ParameterSpec
+from torchshard.layer import (
+    FeatureLayer,
+    MarkedLayer,
+    ParallelLayer,
+    ParameterSpec,
+)
 from torchshard.layout import (
     Axis,
     Layout,
     Partial,
     Segment,
     Shard,
-    Split,
     Whole,
     covering,
     ranges_of,
-    split_of,
 )
+from torchshard.packing import Packing
+from torchshard.splits import Split, split_of
 from torchshard.state import collect_state_dict, relocate_state_dict
 from torchshard.tensor import ShardedTensor
 
@@ -50,14 +55,19 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Axis",
+    "Column",
     "Constant",
+    "FeatureLayer",
     "Given",
     "Initializer",
     "Layout",
+    "MarkedLayer",
     "Normal",
+    "Packing",
     "ParallelLayer",
     "ParameterSpec",
     "Partial",
+    "Row",
     "Segment",
     "Shard",
     "ShardGroup",

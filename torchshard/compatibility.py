@@ -15,9 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchshard.distributed import ops
 from torchshard.distributed.groups import model_group
 from torchshard.errors import LayoutError
-from torchshard.layer import ParallelLayer
 from torchshard.layout import Shard
-from torchshard.owners import owner_of
+from torchshard.owners import Owner, owner_of
 from torchshard.tensor import ShardedTensor, Sharding
 
 _registered = WeakIdKeyDictionary()
@@ -47,17 +46,17 @@ def get_parallel_dim(tensor: Tensor) -> int | None:
     return None if place is None else _code(*place)
 
 
-def _code(layer: ParallelLayer, name: str) -> int | None:
+def _code(layer: Owner, name: str) -> int | None:
     """Return TorchShard's code for a layer's parameter.
 
-    A table is stored (in, out), everything else (out, in).
+    That of the layer's split; of a layer without codes -1 for a divided first dim, as weights
+    are stored (out, in).
     """
-    layout = layer.specs[name].layout
-    if not isinstance(layout, Shard):
+    spec = layer.specs[name]
+    if not isinstance(spec.layout, Shard):
         return None
-    is_first = layout.dim % len(layer.specs[name].shape) == 0
-    is_table = layer.dense_class is nn.Embedding
-    return 0 if is_first == is_table else -1
+    is_column = spec.sharded_dim == 0 if layer.dim is None else layer.dim in (1, -1)
+    return -1 if is_column else 0
 
 
 def register_parallel_dim(tensor: Tensor, parallel_dim: int | None) -> None:

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, TypeAlias
 
 from torch import nn
 from torchshard.errors import LayoutError
 from torchshard.layer import ParallelLayer
+from torchshard.packing import Packing
 
-Rule: TypeAlias = "str | Mapping[str, Any] | None"
 LayerClass: TypeAlias = type[ParallelLayer]
+
+
+@dataclass(frozen=True)
+class Column(Packing):
+    """A plan's rule: divide the output features, and keep together what `Packing` says."""
+
+    split: ClassVar[str] = "column"
+
+
+@dataclass(frozen=True)
+class Row(Packing):
+    """A plan's rule: divide the input features, and keep together what `Packing` says."""
+
+    split: ClassVar[str] = "row"
+
+
+Rule: TypeAlias = "str | Column | Row | Mapping[str, Any] | None"
 
 
 @dataclass
@@ -47,7 +64,7 @@ class Conversion:
     paths: list[str]
 
     def __str__(self) -> str:
-        how = ", ".join(f"{key}={value}" for key, value in self.sharding.items())
+        how = ", ".join(f"{key}={value!r}" for key, value in self.sharding.items())
         new = f"{self.layer_class.__name__}({how})"
         names = " = ".join(shown_name(path) for path in self.paths)
         return f"{names}: {type(self.module).__name__} -> {new}"
@@ -151,24 +168,30 @@ def _classes_by_dense(
 def _resolved(
     path: str,
     module: nn.Module,
-    rule: str | Mapping[str, Any],
+    rule: str | Column | Row | Mapping[str, Any],
     classes: Mapping[type[nn.Module], LayerClass],
 ) -> tuple[LayerClass, dict[str, Any]]:
     """Return the class and the arguments for dividing `module` as `rule` says."""
     if type(module) not in classes:
         raise LayoutError(f"{shown_name(path)}: {why_not(module, classes)}")
     layer_class = classes[type(module)]
-    if not isinstance(rule, str):
+    if isinstance(rule, Mapping):
         return layer_class, dict(rule)
-    if rule not in layer_class.splits:
-        known = [
-            f"{name!r} ({way.divides})" for name, way in layer_class.splits.items()
-        ]
+    packing = {} if isinstance(rule, str) else _settings(rule)
+    name = rule if isinstance(rule, str) else rule.split
+    if name not in layer_class.splits:
+        known = [f"{one!r} ({way.divides})" for one, way in layer_class.splits.items()]
         raise LayoutError(
-            f"{shown_name(path)}: {layer_class.__name__} cannot be divided as {rule!r}."
+            f"{shown_name(path)}: {layer_class.__name__} cannot be divided as {name!r}."
             f" Expected {', '.join([*known, 'or a dict of its arguments'])}."
         )
-    return layer_class, dict(layer_class.splits[rule].arguments)
+    chosen = {"dim": name} if layer_class.splits[name].dims else {}
+    return layer_class, {**chosen, **packing}
+
+
+def _settings(packing: Packing) -> dict[str, Any]:
+    """Return what was set of `packing`, as a constructor's arguments."""
+    return {name: value for name, value in asdict(packing).items() if value != 1}
 
 
 def why_not(module: nn.Module, classes: Mapping[type[nn.Module], LayerClass]) -> str:

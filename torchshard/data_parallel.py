@@ -116,7 +116,7 @@ def _managed_by(wrapper: DistributedDataParallel) -> set[int]:
     return _managed[wrapper]
 
 
-def spans_shards(process_group: dist.ProcessGroup, layer: ParallelLayer) -> bool:
+def spans_shards(process_group: dist.ProcessGroup, layer: owners.Owner) -> bool:
     """Return whether several ranks of `process_group` hold different shards of `layer`."""
     ranks = set(dist.get_process_group_ranks(process_group))
     own = dist.get_process_group_ranks(layer.group.process_group)

@@ -13,14 +13,13 @@ Slicing, gathering, state and initialisation need nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from torchshard.errors import LayoutError
 
-SplitName: TypeAlias = Literal["whole", "column", "row"]
 Partition: TypeAlias = Callable[[int, int, int], tuple[int, int]]
-Segments: TypeAlias = "str | Segment | Sequence[Segment]"
+Segments: TypeAlias = "str | Segment | Sequence[str | Segment]"
 
 
 def balanced(num_units: int, size: int, rank: int) -> tuple[int, int]:
@@ -116,23 +115,9 @@ class Segment:
 
 
 def as_segments(segments: Segments) -> tuple[Segment, ...]:
-    """Return `segments` in full form: a name or a single segment is a list of one."""
-    if isinstance(segments, str):
-        return (Segment(segments),)
-    return (segments,) if isinstance(segments, Segment) else tuple(segments)
-
-
-@dataclass(frozen=True)
-class Split:
-    """One way in which a class of layers can be divided; the class names it in `splits`.
-
-    Args:
-        divides: What it divides, in words, for errors and documentation.
-        arguments: The constructor's arguments that ask for it, such as `{"dim": 1}`.
-    """
-
-    divides: str
-    arguments: Mapping[str, int] = field(default_factory=dict)
+    """Return `segments` in full form: a name is a segment, a single one a list of one."""
+    several = [segments] if isinstance(segments, str | Segment) else segments
+    return tuple(Segment(one) if isinstance(one, str) else one for one in several)
 
 
 @dataclass(frozen=True)
@@ -293,32 +278,3 @@ def ranges_of_lengths(lengths: Sequence[int]) -> Ranges:
         per_rank.append(((start, start + length),) if length else ())
         start += length
     return Ranges(start, tuple(per_rank))
-
-
-def split_of(
-    dim: int | None, column: str = "output features", row: str = "input features"
-) -> SplitName:
-    """Name the split that TorchShard's `dim` codes stand for.
-
-    `None` is `"whole"`, 1 and -1 are `"column"`, 0 is `"row"`.
-
-    Args:
-        dim: The code.
-        column: What a column split divides, for the error.
-        row: What a row split divides.
-
-    Raises:
-        LayoutError: If `dim` is another value.
-    """
-    names: dict[int | None, SplitName] = {
-        None: "whole",
-        1: "column",
-        -1: "column",
-        0: "row",
-    }
-    if isinstance(dim, bool) or dim not in names:
-        raise LayoutError(
-            f"dim={dim!r} is no split. Expected None (not divided), 1 or -1 (the {column}"
-            f" are divided) or 0 (the {row} are divided)."
-        )
-    return names[dim]

@@ -22,7 +22,7 @@ from torchshard.data_parallel import spans_shards
 from torchshard.errors import GroupError, StateError
 from torchshard.layer import ParallelLayer
 from torchshard.loss.row_optimizer import step_in_backward as step_in_backward
-from torchshard.owners import is_sharded, remember, shard_owner_of
+from torchshard.owners import Owner, is_sharded, remember, shard_owner_of
 from torchshard.state import gathered
 
 Parameters: TypeAlias = "nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]"
@@ -280,7 +280,7 @@ def _gathered_state(parameter: Tensor, entry: Mapping[str, Any]) -> dict[str, An
     return collected
 
 
-def _gathered(key: str, value: Tensor, layer: ParallelLayer, name: str) -> Tensor:
+def _gathered(key: str, value: Tensor, layer: Owner, name: str) -> Tensor:
     if tuple(value.shape) != layer.own_shape(name):
         raise StateError(
             f"The optimizer keeps {key!r} of shape {tuple(value.shape)} for {name} of"

@@ -8,23 +8,50 @@ Layers enter themselves when they are built, copied, unpickled or moved.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+from torchshard.distributed.groups import ShardGroup
+from torchshard.layout import Ranges
 
 if TYPE_CHECKING:
-    from torchshard.layer import ParallelLayer
+    from torchshard.layer.declaration import ParameterSpec
+
+
+class Owner(Protocol):
+    """A layer, as functions that are given one of its parameters see it."""
+
+    group: ShardGroup
+    dim: int | None
+
+    @property
+    def specs(self) -> Mapping[str, ParameterSpec]:
+        """What the layer declared of each parameter and buffer."""
+
+    def ranges_of(self, name: str) -> Ranges | None:
+        """Return who holds what of the parameter's sharded dim."""
+
+    def tensor_of(self, name: str) -> Tensor:
+        """Return the local tensor."""
+
+    def own_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the local tensor."""
+
+    def own_state(self, key: str, name: str, value: Tensor) -> Tensor:
+        """Return this rank's part of `value`."""
+
 
 _owners = WeakIdKeyDictionary()
 
 
-def remember(tensor: Tensor, layer: ParallelLayer, name: str) -> None:
+def remember(tensor: Tensor, layer: Owner, name: str) -> None:
     """Enter `tensor` as the parameter or buffer `name` of `layer`."""
     _owners[tensor] = (weakref.ref(layer), name)
 
 
-def owner_of(tensor: Tensor) -> tuple[ParallelLayer, str] | None:
+def owner_of(tensor: Tensor) -> tuple[Owner, str] | None:
     """Return the layer that `tensor` is a parameter of, and its name there, or None."""
     if tensor not in _owners:
         return None
@@ -33,7 +60,7 @@ def owner_of(tensor: Tensor) -> tuple[ParallelLayer, str] | None:
     return None if layer is None else (layer, name)
 
 
-def shard_owner_of(tensor: Tensor) -> tuple[ParallelLayer, str] | None:
+def shard_owner_of(tensor: Tensor) -> tuple[Owner, str] | None:
     """Return what `owner_of` does for a shard on several ranks, None for any other tensor."""
     found = owner_of(tensor)
     if found is None:

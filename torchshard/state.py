@@ -19,6 +19,7 @@ from torchshard.distributed.groups import ShardGroup, model_group
 from torchshard.errors import GroupError, StateError
 from torchshard.layer import ParallelLayer
 from torchshard.layout import Shard
+from torchshard.owners import Owner
 
 
 def sharded_entries(
@@ -44,7 +45,7 @@ def sharded_entries(
             yield prefix + key, *owners[id(parameter)]
 
 
-def gathered(tensor: Tensor, layer: ParallelLayer, name: str) -> Tensor:
+def gathered(tensor: Tensor, layer: Owner, name: str) -> Tensor:
     """Return the whole tensor of which `tensor` is laid out as the layer's parameter `name`.
 
     For the parameter itself, its gradient, or an optimizer's moment of it. Collective.

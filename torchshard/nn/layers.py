@@ -15,8 +15,9 @@ from torch.func import functional_call
 from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import ShapeError
-from torchshard.layout import balanced_ranges, split_of
+from torchshard.layout import balanced_ranges
 from torchshard.owners import owner_of
+from torchshard.splits import split_of
 
 
 def parallel_linear(

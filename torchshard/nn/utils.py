@@ -18,12 +18,12 @@ from torchshard.distributed.groups import ShardGroup
 from torchshard.layer import ParallelLayer
 from torchshard.layout import Shard
 from torchshard.loss.row_optimizer import expect_whole_gradients
-from torchshard.owners import shard_owner_of
+from torchshard.owners import Owner, shard_owner_of
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
 
 Parameters: TypeAlias = "nn.Module | Tensor | Iterable[Tensor]"
-_Place: TypeAlias = "tuple[ParallelLayer, str] | None"
+_Place: TypeAlias = "tuple[Owner, str] | None"
 
 
 @torch.no_grad()
@@ -170,7 +170,7 @@ def _counted(grad: Tensor, place: _Place) -> Tensor:
     return grad.index_select(layout.dim, mask.nonzero().flatten())
 
 
-def _overlaps(layer: ParallelLayer, name: str) -> bool:
+def _overlaps(layer: Owner, name: str) -> bool:
     ranges = layer.ranges_of(name)
     return ranges is not None and ranges.overlaps
 

@@ -1,0 +1,8 @@
+"""The base classes of sharded layers."""
+
+from torchshard.layer.base import ParallelLayer
+from torchshard.layer.declaration import ParameterSpec
+from torchshard.layer.features import FeatureLayer
+from torchshard.layer.marked import MarkedLayer
+
+__all__ = ["FeatureLayer", "MarkedLayer", "ParallelLayer", "ParameterSpec"]

@@ -1,0 +1,212 @@
+"""FeatureLayer: what every layer from features to features does alike when it is divided.
+
+Linear layers, convolutions and transposed ones have a weight with a dim of output and a dim
+of input features (a convolution's channels are its features) and a bias of the output's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torchshard.distributed.groups import GroupLike
+from torchshard.errors import LayoutError
+from torchshard.initializer import Initializer
+from torchshard.layer.base import ParallelLayer
+from torchshard.layer.declaration import ParameterSpec
+from torchshard.layout import Axis, Layout, Partial, Segment, Segments, Shard, Whole
+from torchshard.packing import Packing
+from torchshard.splits import FEATURES, Dim, Splits
+
+
+class FeatureLayer(ParallelLayer):
+    """Base of layers that compute `op(x, weight) + bias`, of features.
+
+    Over R ranks, on rank r, with the features at one dim of x and y:
+
+                    "column"                    "row"
+        x           whole                       features / R, or whole
+        weight_r    output features / R         input features / R
+        bias        output features / R         whole, added once, after the sum
+        y           output features / R         whole
+
+        forward     no collective               all-reduce
+        backward    all-reduce of dx            local
+
+    With groups of features that see each other alone, "column" divides the groups, and x is
+    sharded as well. A subclass sets its fields, calls `declare_features` at the end of its
+    constructor, and computes with `own_weight` and `own_bias`.
+
+    Args:
+        group: The ranks; None is the model group.
+        dim: 1, -1 or "column"; 0 or "row"; None for no split.
+        packing: What of the divided features stays together.
+
+    Example:
+        >>> import torch, torchshard as ts
+        >>> class ParallelCosine(ts.FeatureLayer):
+        ...     def __init__(self, in_features, out_features, dim=None, *, group=None):
+        ...         super().__init__(group, dim)
+        ...         self.declare_features(
+        ...             {"input": in_features},
+        ...             out_features,
+        ...             (out_features, in_features),
+        ...             init=ts.kaiming_uniform(in_features),
+        ...             bias_init=None,
+        ...         )
+        ...
+        ...     def local_forward(self, input):
+        ...         return torch.cos(input) @ self.own_weight.T
+        >>> ParallelCosine(3, 5, dim=0)(torch.ones(2, 3)).shape
+        torch.Size([2, 5])
+    """
+
+    splits: ClassVar[Splits] = FEATURES
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, group: GroupLike = None, dim: Dim = None, packing: Packing | None = None
+    ) -> None:
+        super().__init__(group, dim)
+        self._packing = packing or Packing()
+        self._features_dim = -1
+        if self.split == "row" and self._packing.serves != 1:
+            raise LayoutError(
+                f"serves={self._packing.serves} with dim={dim!r}: units that several ranks"
+                " hold would be added several times. Only output features can serve others."
+            )
+
+    def declare_features(
+        self,
+        inputs: Mapping[str, int],
+        out_features: int,
+        weight_shape: tuple[int, ...],
+        *,
+        init: Initializer,
+        bias_init: Initializer | None,
+        weight_dims: tuple[int, int] = (0, 1),
+        features_dim: int = -1,
+        groups: int = 1,
+        needs_unit: bool = False,
+        gather_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Declare weight and bias, as the split says. Called at the constructor's end.
+
+        Args:
+            inputs: For each tensor argument of `local_forward` its number of features; the
+                first is the one that a row split divides.
+            out_features: Number of features of the output.
+            weight_shape: Shape of the whole weight.
+            init: The weight's initialiser.
+            bias_init: The bias', None for no bias.
+            weight_dims: The weight's dims of output and of input features.
+            features_dim: Where input and output have their features, counted from the back.
+            groups: Number of groups of features that see each other alone.
+            needs_unit: Whether every rank must hold a part, as torch's convolutions ask.
+            gather_output: Whether callers get a sharded output whole.
+            device: As for torch.nn layers.
+            dtype: As for torch.nn layers.
+
+        Raises:
+            LayoutError: If a row split is to divide groups, the packing does not fit, or a
+                rank would hold nothing and `needs_unit` is set.
+        """
+        self._features_dim = features_dim
+        first, in_features = next(iter(inputs.items()))
+        axes: dict[str, Axis] = {}
+        weight: Whole | Shard = Whole()
+        bias: Whole | Shard = Whole()
+        output: Layout = Whole()
+        layouts: dict[str, Layout] = {
+            name: Whole(features_dim, size) for name, size in inputs.items()
+        }
+        if self.split == "row":
+            self._expect_one_group(groups)
+            axes, own = self._packing.divided("in", f"in_{self._word}", in_features)
+            weight = Shard(weight_dims[1], own)
+            layouts[first], output = Shard(features_dim, own), Partial()
+        elif self.split == "column":
+            own_inputs: Segments | None = None
+            if groups == 1:
+                name = f"out_{self._word}"
+                axes, own = self._packing.divided("out", name, out_features)
+            else:
+                axes, own_inputs, own = self._groups(groups, in_features, out_features)
+                layouts[first] = Shard(features_dim, own_inputs)
+            is_first = weight_dims[0] == 0 or own_inputs is None
+            weight = (
+                Shard(weight_dims[0], own) if is_first else Shard(0, own_inputs or ())
+            )
+            bias, output = Shard(0, own), Shard(features_dim, own)
+        if needs_unit:
+            self._expect_units(axes)
+        self.declare(
+            axes=axes,
+            parameters={
+                "weight": ParameterSpec(weight_shape, weight, init),
+                "bias": None
+                if bias_init is None
+                else ParameterSpec((out_features,), bias, bias_init),
+            },
+            inputs=layouts,
+            output=output,
+            gather_output=gather_output,
+            device=device,
+            dtype=dtype,
+        )
+
+    def _expect_units(self, axes: Mapping[str, Axis]) -> None:
+        for name, axis in axes.items():
+            what = "groups" if name == "group" else f"{name}_{self._word}"
+            self.expect_unit_per_rank(what, axis.num_units)
+
+    def _groups(
+        self, groups: int, in_features: int, out_features: int
+    ) -> tuple[dict[str, Axis], tuple[Segment, ...], tuple[Segment, ...]]:
+        """Return the axis of groups, and the segments of inputs and of outputs."""
+        if self._packing != Packing():
+            raise LayoutError(
+                f"{self._packing} with groups={groups}: the groups are what stays together."
+                " Leave unit, blocks and serves out."
+            )
+        own_inputs = Segment("group", in_features // groups)
+        own_outputs = Segment("group", out_features // groups)
+        return {"group": Axis(groups)}, (own_inputs,), (own_outputs,)
+
+    def _expect_one_group(self, groups: int) -> None:
+        if groups > 1:
+            raise LayoutError(
+                f"dim=0 divides the input {self._word}, which groups={groups} already"
+                " separates. Use dim=1, which divides the groups."
+            )
+
+    @property
+    def _word(self) -> str:
+        """What torch calls the features: with dims of positions behind them, channels."""
+        return "features" if self._features_dim == -1 else "channels"
+
+    @property
+    def own_weight(self) -> Tensor:
+        """This rank's part of the weight, as `local_forward` reads it."""
+        overlaps = self._specs["weight"].grad == "overlapping"
+        return self.shared("weight") if overlaps else self.weight
+
+    @property
+    def own_bias(self) -> Tensor | None:
+        """This rank's part of the bias; None where it is added after the sum."""
+        if self.bias is None or self.split == "row":
+            return None
+        overlaps = self._specs["bias"].grad == "overlapping"
+        return self.shared("bias") if overlaps else self.bias
+
+    def finish(self, output: Tensor) -> Tensor:
+        """Add the bias of a row split, once, after the sum over ranks."""
+        if self.split != "row" or self.bias is None:
+            return output
+        behind = -1 - self._features_dim
+        return output + self.bias.to(output.dtype).view(-1, *[1] * behind)

@@ -1,0 +1,193 @@
+"""The tensors that a rank holds of a layer: allocated, initialised, loaded, found by name.
+
+A layer's state is local. What is loaded into it may be local or whole, or a DTensor: the
+shape says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchshard import owners
+from torchshard.distributed import collectives
+from torchshard.distributed.groups import GroupLike, resolve_group
+from torchshard.errors import StateError
+from torchshard.initializer import Part
+from torchshard.layer.declaration import ParameterSpec
+from torchshard.layout import Ranges, Shard
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class LocalState(nn.Module):
+    """A module that holds this rank's part of declared parameters and buffers.
+
+    Args:
+        group: The ranks that share it; None is the model group.
+
+    Attributes:
+        group: The `ShardGroup`, with `size` and `rank`.
+    """
+
+    def __init__(self, group: GroupLike = None) -> None:
+        super().__init__()
+        self.group = resolve_group(group)
+        self.dim: int | None = None
+        self._specs: dict[str, ParameterSpec] = {}
+
+    @property
+    def specs(self) -> Mapping[str, ParameterSpec]:
+        """The declared parameters and buffers, by dotted name."""
+        return self._specs
+
+    def own_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of this rank's part of the named parameter or buffer."""
+        return self._specs[name].own_shape(self.group.rank)
+
+    def ranges_of(self, name: str) -> Ranges | None:
+        """Return who holds what of the named parameter's sharded dim; None if it is whole."""
+        return self._specs[name].ranges
+
+    def tensor_of(self, name: str) -> Tensor:
+        """Return the local tensor of the parameter or buffer of that dotted name."""
+        path, _, leaf = name.rpartition(".")
+        return cast(Tensor, getattr(self.get_submodule(path), leaf))
+
+    def set_tensor(self, name: str, tensor: Tensor) -> None:
+        """Put `tensor`, of the local shape, in the place of the named parameter or buffer."""
+        path, _, leaf = name.rpartition(".")
+        setattr(self.get_submodule(path), leaf, tensor)
+        owners.remember(tensor, self, name)
+
+    def _register(self, name: str, tensor: Tensor | None, is_buffer: bool) -> None:
+        *path, leaf = name.split(".")
+        module: nn.Module = self
+        for step in path:
+            if step not in module._modules:
+                module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        if is_buffer:
+            module.register_buffer(leaf, tensor)
+        else:
+            module.register_parameter(
+                leaf, None if tensor is None else nn.Parameter(tensor)
+            )
+
+    def _remember_tensors(self) -> None:
+        for name in self._specs:
+            owners.remember(self.tensor_of(name), self, name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the layer; torch may make new parameters for it."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._remember_tensors()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over the state of a copied or unpickled layer."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._remember_tensors()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set every parameter and buffer to its first values, as the torch.nn layer would.
+
+        Whole parameters are rank 0's on every rank, whatever the ranks' seeds.
+        """
+        for name, spec in self._specs.items():
+            tensor = self.tensor_of(name)
+            if tensor.is_meta:
+                continue
+            # A number is filled as a tensor of one element.
+            spec.init.fill(tensor if spec.shape else tensor.view(1), self._part(spec))
+            if spec.ranges is None and spec.init.is_random:
+                tensor.copy_(collectives.broadcast(tensor.detach(), self.group))
+
+    def _part(self, spec: ParameterSpec) -> Part:
+        if spec.ranges is None:
+            shape = spec.shape or (1,)
+            return Part(shape, 0, ((0, shape[0]),))
+        return Part(spec.shape, spec.sharded_dim, spec.ranges.per_rank[self.group.rank])
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Take whole or local tensors, or DTensors: the shape says which."""
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        for name in self._specs:
+            key = prefix + name
+            if key in state_dict:
+                own = self.own_state(key, name, state_dict[key])
+                state_dict[key] = self._assignable(name, own) if assigns else own
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, *args, **kwargs
+        )
+
+    def _assignable(self, name: str, own: Tensor) -> Tensor:
+        """Return `own` as the object that torch will put in the named tensor's place."""
+        old = self.tensor_of(name)
+        if isinstance(old, nn.Parameter) and not isinstance(own, nn.Parameter):
+            own = nn.Parameter(own, requires_grad=old.requires_grad)
+        owners.remember(own, self, name)
+        return own
+
+    def own_state(self, key: str, name: str, value: Tensor) -> Tensor:
+        """Return this rank's part of `value`, whole or already local, for parameter `name`.
+
+        Args:
+            key: The tensor's key in its state dict, for the error.
+            name: The parameter's or buffer's dotted name in this layer.
+            value: A tensor of the whole shape or the local one, or a whole-shaped DTensor,
+                `torchshard.checkpoint.sharded_state_dict`'s included.
+
+        Raises:
+            StateError: If `value` has neither shape.
+        """
+        own_shape, spec = self.own_shape(name), self._specs[name]
+        value = _without_dtensor(value, spec, own_shape)
+        if value.shape == own_shape:
+            return value
+        if spec.ranges is None or value.shape != spec.shape:
+            raise StateError(
+                f"{key} has shape {tuple(value.shape)} in the state dict. Expected the"
+                f" whole {spec.shape} or rank {self.group.rank}'s shard {own_shape}."
+            )
+        own = collectives.own_shard(value, spec.sharded_dim, spec.ranges, self.group)
+        # A view would keep the whole tensor alive, and torch.save would write all of it.
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def extra_repr(self) -> str:
+        """Return the sharding of each parameter, for `print(model)`."""
+        parts = [f"rank={self.group.rank}/{self.group.size}"]
+        for name, spec in self._specs.items():
+            own = tuple(self.tensor_of(name).shape)
+            parts.append(f"{name}={own} of {spec.shape}")
+        return ", ".join(parts)
+
+
+def _without_dtensor(
+    value: Tensor, spec: ParameterSpec, own_shape: tuple[int, ...]
+) -> Tensor:
+    """Return a DTensor as a plain tensor: whole, or the shard if it is a list of chunks."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():
+        local = value.to_local()
+    if isinstance(local, LocalShardsWrapper) and isinstance(spec.layout, Shard):
+        chunks = local.local_shards()
+        if not chunks:
+            return torch.empty(own_shape, dtype=value.dtype, device=value.device)
+        return torch.cat(chunks, spec.layout.dim)
+    return value.full_tensor()
