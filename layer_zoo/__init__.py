@@ -8,6 +8,7 @@ from .parallel_conv3d import ParallelConv3d
 from .parallel_cos_face import ParallelCosFace
 from .parallel_cross_entropy_loss import ParallelCrossEntropyLoss
 from .parallel_embedding import ParallelEmbedding
+from .parallel_group_norm import ParallelGroupNorm
 from .parallel_linear import ParallelLinear
 from .parallel_linear_cross_entropy_loss import ParallelLinearCrossEntropyLoss
 from .parallel_multihead_attention import ParallelMultiheadAttention
@@ -22,6 +23,7 @@ __all__: list[str] = [
     "ParallelCosFace",
     "ParallelCrossEntropyLoss",
     "ParallelEmbedding",
+    "ParallelGroupNorm",
     "ParallelLinear",
     "ParallelLinearCrossEntropyLoss",
     "ParallelMultiheadAttention",

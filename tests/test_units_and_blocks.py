@@ -89,7 +89,9 @@ def plans():
     plan = {"0": ts.Column(unit=4, blocks=3), "2": ts.Row(unit=4, blocks=3)}
     layers = ts.parallelize(model, plan)
     torch.testing.assert_close(layers(x), expected)
-    assert layers[0].ranges_of("weight").lengths == layers[2].ranges_of("weight").lengths
+    assert (
+        layers[0].ranges_of("weight").lengths == layers[2].ranges_of("weight").lengths
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -43,6 +43,7 @@ TWINS = {
     "ParallelConv3d": nn.Conv3d,
     "ParallelCrossEntropyLoss": nn.CrossEntropyLoss,
     "ParallelEmbedding": nn.Embedding,
+    "ParallelGroupNorm": nn.GroupNorm,
     "ParallelLinear": nn.Linear,
     "ParallelLinearCrossEntropyLoss": nn.LinearCrossEntropyLoss,
     "ParallelMultiheadAttention": nn.MultiheadAttention,
