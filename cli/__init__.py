@@ -4,18 +4,18 @@ Nothing here imports torch or torchshard, so that every command starts at once; 
 `torchshard verify`, `doctor` and `--from` do, and only when they run. Inside this folder
 imports are relative: the same files are `cli` in a checkout and `torchshard_cli` once installed.
 
-Where things are:
+Where things are. A room imports from those above it:
 
-    a command       main (new-layer, check), update, diff, destroy, templates_command,
-                    templates_test, verify, doctor, completion; pytest_plugin
-    its plan        new_layer, from_dense -> layer -> plan of entry; merge, states
-    carried out     alone, apply, journal, lock, header
-    on a project    target, text_file, package_source, package_init, package_removal
-    a template      catalogue, source, fetch, trust -> template of options, template_files,
-                    partials -> render with snake, hooks; new_template, trial
-    a name          names, collisions, torch_names, layer_name, numbers
-    with people     group, errors, ask, interview, show, show_templates, show_proof
-    a proof         cases, proof
-    dense/          reading a dense module and dividing it by trial
-    health/         what doctor looks at
+    errors      each with its exit code
+    naming/     names of classes and modules, and numbers as people write them; snake, for Jinja
+    project/    a project on disk: target, layer, header, lock, journal, alone (one writer at a
+                time), collisions, text_file, and the edits of a package's __init__.py
+    template/   catalogue, source, fetch, trust -> template of options, template_files, partials
+                -> render with hooks; new_template; trial (every choice rendered and tested)
+    proof/      cases, and the launch that proves them
+    dense/      reading a dense module and dividing it by trial
+    plan/       new_layer, from_dense -> plan of entry; merge; states -> apply
+    screen/     group (errors as exit codes), show, ask, interview
+    health/     what doctor looks at
+    commands/   a module each; new-layer is in main, which brings them together
 """

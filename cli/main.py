@@ -8,27 +8,32 @@ from typing import Any
 
 import click
 
-from . import show
-from .alone import alone_in, settle
-from .apply import apply_plan
-from .ask import ask_about_conflicts, conflict_error, is_interactive
-from .catalogue import Catalogue, bundled_templates
-from .check import check
-from .completion import complete_class, complete_setting, complete_template, completion
-from .destroy import destroy
-from .diff import diff
-from .doctor import doctor
-from .entry import Answer
+from .commands.check import check
+from .commands.completion import (
+    complete_class,
+    complete_setting,
+    complete_template,
+    completion,
+)
+from .commands.destroy import destroy
+from .commands.diff import diff
+from .commands.doctor import doctor
+from .commands.templates_command import templates
+from .commands.update import raise_if_unsettled, update
+from .commands.verify import verify
 from .errors import UsageError
-from .group import Group
-from .interview import confirm, interview, require_terminal
-from .new_layer import Request, plan_new_layer
-from .plan import Plan
-from .target import find_target
-from .templates_command import templates
-from .trust import trust_option
-from .update import raise_if_unsettled, update
-from .verify import verify
+from .plan.apply import apply_plan
+from .plan.entry import Answer
+from .plan.new_layer import Request, plan_new_layer
+from .plan.plan import Plan
+from .project.alone import alone_in, settle
+from .project.target import find_target
+from .screen import show
+from .screen.ask import ask_about_conflicts, conflict_error, is_interactive
+from .screen.group import Group
+from .screen.interview import confirm, interview, require_terminal
+from .template.catalogue import Catalogue, bundled_templates
+from .template.trust import trust_option
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:

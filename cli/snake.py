@@ -3,7 +3,7 @@
 from jinja2 import Environment
 from jinja2.ext import Extension
 
-from .names import snake_case
+from .naming.names import snake_case
 
 
 class SnakeExtension(Extension):

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from click.testing import CliRunner, Result
-from torchshard_cli.catalogue import Catalogue
-from torchshard_cli.layer import Layer
 from torchshard_cli.main import main
-from torchshard_cli.render import render_template
+from torchshard_cli.project.layer import Layer
+from torchshard_cli.template.catalogue import Catalogue
+from torchshard_cli.template.render import render_template
 
 FIELDS = {
     "class_name": "ParallelTiny",

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 from cli_project import Project
-from torchshard_cli import alone
-from torchshard_cli.alone import alone_in
+from torchshard_cli.project import alone
+from torchshard_cli.project.alone import alone_in
 
 RUN = """
 import sys
 from pathlib import Path
-from torchshard_cli import alone
+from torchshard_cli.project import alone
 from torchshard_cli.main import main
 alone.WAIT_S = 100  # CI may be slow
 main(sys.argv[2:], obj=Path(sys.argv[1]), prog_name="torchshard")

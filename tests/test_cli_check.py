@@ -5,9 +5,9 @@ import json
 import pytest
 from cli_project import Project, render_layer, working_in, write
 from click.testing import CliRunner
-from torchshard_cli.catalogue import Catalogue
-from torchshard_cli.lock import read_lock
 from torchshard_cli.main import main
+from torchshard_cli.project.lock import read_lock
+from torchshard_cli.template.catalogue import Catalogue
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import sys
 import pytest
 from cli_project import Project, write
 from click.testing import CliRunner
-from torchshard_cli.catalogue import Catalogue, bundled_templates
 from torchshard_cli.main import main
+from torchshard_cli.template.catalogue import Catalogue, bundled_templates
 
 BUNDLED = Catalogue(bundled_templates()).names()
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cli_plan import CASES, UNFORMATTED
 from torchshard_cli.errors import UsageError
-from torchshard_cli.lock import read_lock
-from torchshard_cli.package_init import add_export
-from torchshard_cli.package_removal import remove_export
+from torchshard_cli.project.lock import read_lock
+from torchshard_cli.project.package_init import add_export
+from torchshard_cli.project.package_removal import remove_export
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 from cli_project import Project, write
-from torchshard_cli.catalogue import bundled_templates
 from torchshard_cli.main import main
+from torchshard_cli.template.catalogue import bundled_templates
 
 RUN = [sys.executable, "-m", "torchshard_cli"]
 

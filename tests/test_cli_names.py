@@ -4,10 +4,10 @@ import inspect
 
 import pytest
 from cli_project import TEST, TEST_PATH, Project, write, write_template
-from torchshard_cli.catalogue import Catalogue, bundled_templates
 from torchshard_cli.errors import UsageError
-from torchshard_cli.names import check_class_name, check_module_name, snake_case
-from torchshard_cli.torch_names import TORCH_NN_CLASSES
+from torchshard_cli.naming.names import check_class_name, check_module_name, snake_case
+from torchshard_cli.naming.torch_names import TORCH_NN_CLASSES
+from torchshard_cli.template.catalogue import Catalogue, bundled_templates
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import zlib
 
 import pytest
 from cli_project import Project, contents, write, write_template
-from torchshard_cli.header import read_header
+from torchshard_cli.project.header import read_header
 
 
 @pytest.fixture

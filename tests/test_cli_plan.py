@@ -8,9 +8,9 @@ import pytest
 from cli_project import Project, write
 from hypothesis import given
 from hypothesis import strategies as st
-from torchshard_cli import apply
 from torchshard_cli.errors import UsageError
-from torchshard_cli.package_init import add_export
+from torchshard_cli.plan import apply
+from torchshard_cli.project.package_init import add_export
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from cli_project import Project, contents, write
-from torchshard_cli.ask import ask_about_conflicts
+from torchshard_cli.screen.ask import ask_about_conflicts
 
 WRITING = {
     "new-layer": ("new-layer", "TinyOther"),

@@ -18,9 +18,9 @@ from cli_project import (
 )
 from cookiecutter.generate import generate_files
 from cookiecutter.prompt import prompt_for_config
-from torchshard_cli.catalogue import Catalogue
 from torchshard_cli.errors import TemplateError
-from torchshard_cli.layer import Layer
+from torchshard_cli.project.layer import Layer
+from torchshard_cli.template.catalogue import Catalogue
 
 OUTPUT = "templates/tiny/" + MODULE_PATH
 

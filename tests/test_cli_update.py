@@ -13,10 +13,10 @@ from cli_project import Project, add_line, edit, working_in, write
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchshard_cli.header import read_header
-from torchshard_cli.lock import read_lock
 from torchshard_cli.main import main
-from torchshard_cli.merge import has_markers, merge_texts
+from torchshard_cli.plan.merge import has_markers, merge_texts
+from torchshard_cli.project.header import read_header
+from torchshard_cli.project.lock import read_lock
 
 
 @pytest.fixture

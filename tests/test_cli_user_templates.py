@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from cli_project import LAYER, MODULE_PATH, TEST_PATH, Project, write, write_template
-from torchshard_cli import new_template, trial
-from torchshard_cli.catalogue import Catalogue, bundled_templates
-from torchshard_cli.lock import read_lock
-from torchshard_cli.source import source_name, without_secret
+from torchshard_cli.project.lock import read_lock
+from torchshard_cli.template import new_template, trial
+from torchshard_cli.template.catalogue import Catalogue, bundled_templates
+from torchshard_cli.template.source import source_name, without_secret
 
 OWN = ".torchshard/templates"
 CODE = "{{ cycler.__init__.__globals__.os.mkdir(%r) or '' }}"

@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 from torchshard.errors import RankError
 from torchshard.testing.check import Step
 from torchshard_cli.main import main
-from torchshard_cli.proof import Failure, Listener, Proof
-from torchshard_cli.show_proof import VerifyError, ranks_text, show_proof
+from torchshard_cli.proof.proof import Failure, Listener, Proof
+from torchshard_cli.screen.show_proof import VerifyError, ranks_text, show_proof
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -173,7 +173,7 @@ def test_an_editable_install_uses_the_checkout(checkout, tmp_path):
     )
     code = (
         f"import site; site.addsitedir({str(site)!r})\n"
-        "import importlib.util, torchshard_cli.catalogue as catalogue\n"
+        "import importlib.util, torchshard_cli.template.catalogue as catalogue\n"
         "print(catalogue.bundled_templates())\n"
         "print(importlib.util.find_spec('templates'))\n"
         "print(importlib.util.find_spec('cli'))\n"

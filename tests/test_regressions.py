@@ -23,8 +23,8 @@ from torchshard.errors import LayoutError, ShapeError, TargetError
 from torchshard.state import gathered
 from torchshard.tensor import ShardedTensor, whole
 from torchshard.testing import run_ranks
-from torchshard_cli.catalogue import Catalogue, bundled_templates
-from torchshard_cli.lock import read_lock
+from torchshard_cli.project.lock import read_lock
+from torchshard_cli.template.catalogue import Catalogue, bundled_templates
 
 ROOT = Path(__file__).resolve().parent.parent
 

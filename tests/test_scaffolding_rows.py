@@ -25,10 +25,10 @@ from cli_project import (
     write,
     write_template,
 )
-from torchshard_cli.catalogue import Catalogue, bundled_templates
-from torchshard_cli.header import read_header
-from torchshard_cli.layer import Layer
-from torchshard_cli.lock import read_lock
+from torchshard_cli.project.header import read_header
+from torchshard_cli.project.layer import Layer
+from torchshard_cli.project.lock import read_lock
+from torchshard_cli.template.catalogue import Catalogue, bundled_templates
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from cli_project import render_layer
-from torchshard_cli.catalogue import Catalogue, bundled_templates
-from torchshard_cli.layer import Layer
-from torchshard_cli.lock import read_lock
-from torchshard_cli.template import Template
-from torchshard_cli.trial import (
+from torchshard_cli.project.layer import Layer
+from torchshard_cli.project.lock import read_lock
+from torchshard_cli.template.catalogue import Catalogue, bundled_templates
+from torchshard_cli.template.template import Template
+from torchshard_cli.template.trial import (
     Variant,
     problems,
     run_ruff,

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from torch import nn
 
 from ..errors import UsageError
-from ..names import did_you_mean
+from ..naming.names import did_you_mean
 from .division import Division, Outcome, Rejected
 
 _SPLITS: dict[type[nn.Module], dict[str, int]] = {

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..catalogue import Catalogue
 from ..errors import CliError, UsageError
-from ..lock import LOCK_PATH, read_lock
-from ..show import plural
-from ..states import check_files
-from ..target import find_root
+from ..plan.states import check_files
+from ..project.lock import LOCK_PATH, read_lock
+from ..project.target import find_root
+from ..screen.show import plural
+from ..template.catalogue import Catalogue
 from .finding import Finding
 
 _SUBJECT = "project"

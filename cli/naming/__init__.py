@@ -1,0 +1,1 @@
+"""Names: of classes and modules, of torch.nn's classes, and numbers as people write them."""

@@ -1,0 +1,1 @@
+"""What would happen to which file, and carrying it out. Every command is a view of a plan."""

@@ -1,0 +1,1 @@
+"""A project on disk: its layers, its lock, its files. Knows no template."""

@@ -1,0 +1,1 @@
+"""What `torchshard verify` proves, and the launch that proves it."""

@@ -1,0 +1,1 @@
+"""What people see and are asked: text, JSON, questions, and errors as exit codes."""

@@ -1,0 +1,1 @@
+"""Templates: found, fetched, trusted, read, rendered and tried."""
