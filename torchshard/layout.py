@@ -13,7 +13,8 @@ Slicing, gathering, state and initialisation need nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeAlias
 
 from torchshard.errors import LayoutError
@@ -164,10 +165,13 @@ class Ranges:
     Attributes:
         size: Global size of the dim.
         per_rank: For each rank, its half-open ranges `(start, stop)`, none of them empty.
+        block_bounds: Where the blocks of a packed dim begin and end, 0 and `size` included;
+            empty if it is not packed. Two dims are divided alike whatever their blocks.
     """
 
     size: int
     per_rank: tuple[tuple[tuple[int, int], ...], ...]
+    block_bounds: tuple[int, ...] = field(default=(), compare=False)
 
     def length(self, rank: int) -> int:
         """Return the number of indices that `rank` holds."""
@@ -201,7 +205,43 @@ class Ranges:
             tuple((start * factor, stop * factor) for start, stop in ranges)
             for ranges in self.per_rank
         )
-        return Ranges(self.size * factor, per_rank)
+        bounds = tuple(bound * factor for bound in self.block_bounds)
+        return Ranges(self.size * factor, per_rank, bounds)
+
+    def within(self, start: int, stop: int) -> Ranges:
+        """Return who holds what of the indices from `start` to `stop` alone.
+
+        Example:
+            >>> packed = ranges_of([Segment("x")] * 2, {"x": Axis(3)}, 2)
+            >>> packed.per_rank, packed.within(3, 6).per_rank
+            ((((0, 2), (3, 5)), ((2, 3), (5, 6))), (((0, 2),), ((2, 3),)))
+        """
+        per_rank = tuple(
+            tuple(
+                (max(low, start) - start, min(high, stop) - start)
+                for low, high in ranges
+                if low < stop and high > start
+            )
+            for ranges in self.per_rank
+        )
+        inside = [bound for bound in self.block_bounds if start <= bound <= stop]
+        bounds = tuple(bound - start for bound in inside)
+        return Ranges(stop - start, per_rank, bounds if len(bounds) > 2 else ())
+
+    def repeated(self, count: int) -> Ranges:
+        """Return the ranges of a dim that is `count` such dims laid end to end."""
+        per_rank = []
+        for ranges in self.per_rank:
+            owned: list[tuple[int, int]] = []
+            for offset in range(0, self.size * count, self.size or 1):
+                for start, stop in ranges:
+                    _append(owned, (offset + start, offset + stop))
+            per_rank.append(tuple(owned))
+        inner = self.block_bounds[1:] or (self.size,)
+        copies = range(0, self.size * count, self.size or 1)
+        ends = tuple(offset + bound for offset in copies for bound in inner)
+        bounds = (0, *ends) if len(ends) > 1 else ()
+        return Ranges(self.size * count, tuple(per_rank), bounds)
 
 
 def ranges_of(segments: Segments, axes: Mapping[str, Axis], size: int) -> Ranges:
@@ -219,9 +259,10 @@ def ranges_of(segments: Segments, axes: Mapping[str, Axis], size: int) -> Ranges
                 f" Expected one of {sorted(axes)}."
             )
         _expect_cover(segment.axis, axes[segment.axis], size)
-    total = sum(axes[segment.axis].num_units * segment.unit for segment in full)
+    sizes = [axes[segment.axis].num_units * segment.unit for segment in full]
     per_rank = tuple(_own_ranges(full, axes, size, rank) for rank in range(size))
-    return Ranges(total, per_rank)
+    bounds = (0, *accumulate(sizes)) if len(sizes) > 1 else ()
+    return Ranges(sum(sizes), per_rank, bounds)
 
 
 def _expect_cover(name: str, axis: Axis, size: int) -> None:

@@ -1,6 +1,13 @@
 """Activations that know they are shards, and what each operation does to them."""
 
-from torchshard.tensor import batched, elementwise, reductions, shaping
+from torchshard.tensor import (
+    batched,
+    cutting,
+    elementwise,
+    products,
+    reductions,
+    shaping,
+)
 from torchshard.tensor.sharded import (
     RULES,
     ShardedTensor,
@@ -15,8 +22,10 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "batched",
+    "cutting",
     "elementwise",
     "mark",
+    "products",
     "reductions",
     "shaping",
     "whole",

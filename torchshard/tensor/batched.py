@@ -24,8 +24,6 @@ from torchshard.tensor.sharded import (
     rule,
 )
 
-_REMEDY = "works on it (a row-parallel layer takes such an input)"
-
 
 def _copied(values: Any, x: ShardedTensor) -> Any:
     """Return plain tensors among `values` as sharded compute reads them."""
@@ -35,7 +33,7 @@ def _copied(values: Any, x: ShardedTensor) -> Any:
     ]
 
 
-@rule(["linear", "layer_norm", "rms_norm"])
+@rule(["layer_norm", "rms_norm"])
 def _trailing(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
@@ -43,30 +41,11 @@ def _trailing(
     x, *rest = args
     name = func.__name__
     shape = kwargs.get("normalized_shape", rest[0] if rest else ())
-    worked = 1 if name == "linear" else len(shape)
-    if not isinstance(x, ShardedTensor) or x.sharding.dim >= x.dim() - worked:
+    if not isinstance(x, ShardedTensor) or x.sharding.dim >= x.dim() - len(shape):
         sharding = first_sharded([*args, *kwargs.values()]).sharding
-        raise mixes(
-            name, sharding, _REMEDY if name == "linear" else "normalises over it"
-        )
+        raise mixes(name, sharding, "normalises over it")
     named = dict(zip(kwargs, _copied(kwargs.values(), x), strict=True))
     return mark(local_call(func, (x, *_copied(rest, x)), named), x.sharding)
-
-
-@rule(["matmul", "__matmul__", "__rmatmul__", "bmm"])
-def _matmul(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """Multiply matrices whose batch dims hold the sharded one."""
-    args = (*args, *kwargs.values())
-    x = first_sharded(args)
-    sharding = x.sharding.at(x.sharding.dim - x.dim())
-    if sharding.dim >= -2:
-        raise mixes("matmul", x.sharding, _REMEDY)
-    values = tuple(aligned("matmul", arg, sharding) for arg in args)
-    result = local_call(func, values, {})
-    place = sharding.dim + sum(value.dim() == 1 for value in values)
-    return mark(result, sharding.at(result.dim() + place))
 
 
 @rule(["scaled_dot_product_attention"])

@@ -1,8 +1,8 @@
 """Views and moves of dims: the result says where the sharded dim went.
 
 Sizes are those of the whole tensor, as in code written for one device, or -1. A view may
-keep the sharded dim, merge it with dims behind it, or split it into units; anything that
-would interleave it with the dims before it raises.
+keep the sharded dim, merge it with dims around it, split it into units, or take a packed one
+apart into its blocks; anything that would cut a unit raises.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torchshard.tensor.elementwise import aligned
 from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
+    bound,
     first_sharded,
     local_call,
     mark,
@@ -62,7 +63,7 @@ def _flatten(
     kwargs: dict[str, Any],
 ) -> Tensor:
     x = args[0]
-    first, last = _bound(args[1:], kwargs, start_dim=0, end_dim=-1)
+    first, last = bound(args[1:], kwargs, start_dim=0, end_dim=-1)
     first, last = wrapped_dim(x, first), wrapped_dim(x, last)
     shape = tuple(whole_shape(x))
     merged = math.prod(shape[first : last + 1])
@@ -74,15 +75,9 @@ def _unflatten(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     x = args[0]
-    dim, sizes = _bound(args[1:], kwargs, dim=None, sizes=None)
+    dim, sizes = bound(args[1:], kwargs, dim=None, sizes=None)
     shape, dim = tuple(whole_shape(x)), wrapped_dim(x, dim)
     return _viewed("unflatten", x, (*shape[:dim], *sizes, *shape[dim + 1 :]))
-
-
-def _bound(values: Sequence[Any], kwargs: dict[str, Any], **defaults: Any) -> list[Any]:
-    """Return the arguments named in `defaults`, given by position, by name or not at all."""
-    given = dict(zip(defaults, values, strict=False))
-    return [(defaults | given | kwargs)[name] for name in defaults]
 
 
 def _viewed(name: str, x: ShardedTensor, sizes: tuple[int, ...]) -> Tensor:
@@ -110,26 +105,52 @@ def _view_place(
     """Return the dim of the view that is sharded, and who holds what of it."""
     before = math.prod(shape[: sharding.dim])
     behind = math.prod(shape[sharding.dim + 1 :])
-    for dim in _starts(before, sizes):
-        new_behind = math.prod(sizes[dim + 1 :])
-        ranges = _rescaled(sharding.ranges, behind, new_behind)
+    for dim in _likely_dims(sharding.ranges, before, sizes):
+        ranges = _regrouped(sharding.ranges, before, math.prod(sizes[:dim]))
+        if ranges is not None:
+            ranges = _rescaled(ranges, behind, math.prod(sizes[dim + 1 :]))
         if ranges is not None and ranges.size == sizes[dim]:
             return dim, ranges
     raise mixes(name, sharding, f"to {tuple(sizes)} would mix or cut it")
 
 
-def _starts(before: int, sizes: Sequence[int]) -> list[int]:
-    """Return the dims of `sizes` in front of which lie `before` elements, the last first."""
-    dims = range(len(sizes))
-    return [dim for dim in reversed(dims) if math.prod(sizes[:dim]) == before]
+def _likely_dims(ranges: Ranges, before: int, sizes: Sequence[int]) -> list[int]:
+    """Return the dims of a view where the sharded one may be, the likeliest first.
+
+    The last dims first: a packed dim then comes apart into its blocks. One that is not
+    packed rather stays where it is.
+    """
+    dims = list(reversed(range(len(sizes))))
+    if ranges.block_bounds:
+        return dims
+    return sorted(dims, key=lambda dim: math.prod(sizes[:dim]) != before)
+
+
+def _regrouped(ranges: Ranges, before: int, new_before: int) -> Ranges | None:
+    """Return `ranges` of a dim with `new_before` elements before it instead of `before`.
+
+    More of them: the dim came apart into as many blocks, all divided alike. Fewer: it took
+    the dims before it into itself, and is packed.
+    """
+    if new_before == before:
+        return ranges
+    if not new_before or not before:
+        return None
+    if before % new_before == 0:
+        return ranges.repeated(before // new_before)
+    count = new_before // before
+    if new_before % before or ranges.size % count:
+        return None
+    block = ranges.within(0, ranges.size // count)
+    return block if block.repeated(count) == ranges else None
 
 
 def _rescaled(ranges: Ranges, behind: int, new_behind: int) -> Ranges | None:
     """Return `ranges` of a dim with `new_behind` elements behind it instead of `behind`."""
     if not new_behind or not behind:
         return ranges if new_behind == behind else None
-    bounds = [bound for part in ranges.per_rank for pair in part for bound in pair]
-    if any(bound * behind % new_behind for bound in [*bounds, ranges.size]):
+    ends = [end for part in ranges.per_rank for pair in part for end in pair]
+    if any(end * behind % new_behind for end in [*ends, ranges.size]):
         return None
     per_rank = tuple(
         tuple(
@@ -138,7 +159,11 @@ def _rescaled(ranges: Ranges, behind: int, new_behind: int) -> Ranges | None:
         )
         for part in ranges.per_rank
     )
-    return Ranges(ranges.size * behind // new_behind, per_rank)
+    blocks = ranges.block_bounds
+    if any(end * behind % new_behind for end in blocks):
+        blocks = ()
+    bounds = tuple(end * behind // new_behind for end in blocks)
+    return Ranges(ranges.size * behind // new_behind, per_rank, bounds)
 
 
 @rule(["transpose", "swapaxes", "swapdims"])
@@ -175,7 +200,7 @@ def _movedim(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     x = args[0]
-    source, destination = _bound(args[1:], kwargs, source=None, destination=None)
+    source, destination = bound(args[1:], kwargs, source=None, destination=None)
     if not isinstance(source, int):
         raise mixes("movedim", x.sharding, "of several dims has no rule; use permute")
     order = list(range(x.dim()))
@@ -193,7 +218,7 @@ def _unsqueeze(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     x = args[0]
-    (dim,) = _bound(args[1:], kwargs, dim=None)
+    (dim,) = bound(args[1:], kwargs, dim=None)
     result = local_call(func, (x, dim), {})
     place = x.sharding.dim + (dim % result.dim() <= x.sharding.dim)
     return mark(result, x.sharding.at(place))
@@ -204,7 +229,7 @@ def _squeeze(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     x = args[0]
-    (dims,) = _bound(args[1:], kwargs, dim=range(x.dim()))
+    (dims,) = bound(args[1:], kwargs, dim=range(x.dim()))
     dims = [dims] if isinstance(dims, int) else dims
     dims = [wrapped_dim(x, dim) for dim in dims]
     gone = [dim for dim in dims if whole_shape(x)[dim] == 1]
@@ -243,7 +268,7 @@ def _join(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Join along a dim that is whole."""
-    tensors, dim = _bound(args, kwargs, tensors=None, dim=0)
+    tensors, dim = bound(args, kwargs, tensors=None, dim=0)
     x = first_sharded(tensors)
     stacking = func.__name__ == "stack"
     dim = dim % (x.dim() + 1) if stacking else wrapped_dim(x, dim)
@@ -270,63 +295,3 @@ def _joinable(name: str, value: Tensor, sharding: Sharding) -> Tensor:
     return ops.scatter(
         value, sharding.dim, ranges=sharding.ranges, group=sharding.group
     )
-
-
-@rule(["chunk", "split", "unbind", "tensor_split", "narrow", "select", "flip", "roll"])
-def _along_another_dim(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Cut or reorder along a dim that is whole."""
-    x, name = args[0], func.__name__
-    dim = _cut_dim(name, args[1:], kwargs)
-    if dim is None:
-        raise mixes(name, x.sharding, "without dims flattens the tensor")
-    dims = [dim] if isinstance(dim, int) else dim
-    dims = [wrapped_dim(x, value) for value in dims]
-    if x.sharding.dim in dims:
-        raise mixes(name, x.sharding, "along it would cut across the ranks' parts")
-    dropped = name in ("unbind", "select") and dims[0] < x.sharding.dim
-    sharding = x.sharding.at(x.sharding.dim - dropped)
-    result = local_call(func, args, kwargs)
-    if isinstance(result, Tensor):
-        return mark(result, sharding)
-    return tuple(mark(part, sharding) for part in result)
-
-
-def _cut_dim(name: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    first = {"unbind": 0, "narrow": 0, "select": 0, "flip": 0}.get(name, 1)
-    if name == "flip":
-        given = values[0] if len(values) == 1 else values
-        return kwargs.get("dims", given)
-    if len(values) > first:
-        return values[first]
-    return kwargs.get("dims") if name == "roll" else kwargs.get("dim", 0)
-
-
-@rule(["__getitem__"])
-def _getitem(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """Index dims that are whole with integers and slices; `:` the sharded one."""
-    x, index = args
-    if not isinstance(x, ShardedTensor):
-        raise mixes("indexing", first_sharded([index]).sharding, "by it has no rule")
-    items = list(index) if isinstance(index, tuple) else [index]
-    plain = (int, slice, type(None), type(Ellipsis))
-    if any(isinstance(item, bool) or not isinstance(item, plain) for item in items):
-        raise mixes("indexing", x.sharding, "with a tensor or list has no rule")
-    if Ellipsis in items:
-        place = items.index(Ellipsis)
-        named = sum(item is not None for item in items) - 1
-        items[place : place + 1] = [slice(None)] * (x.dim() - named)
-    source, place = 0, 0
-    for item in items:
-        if item is not None and source == x.sharding.dim:
-            if item != slice(None):
-                raise mixes("indexing", x.sharding, "with other than ':' would cut it")
-            break
-        place += not isinstance(item, int)
-        source += item is not None
-    else:
-        place += x.sharding.dim - source
-    return mark(local_call(func, args, kwargs), x.sharding.at(place))

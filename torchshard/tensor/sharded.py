@@ -9,7 +9,7 @@ which `torch.f`, `Tensor.f` and `F.f` share.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -44,6 +44,10 @@ class Sharding:
     def at(self, dim: int) -> Sharding:
         """Return the same split of another dim."""
         return Sharding(dim, self.ranges, self.group)
+
+    def held(self, ranges: Ranges) -> Sharding:
+        """Return the split of the same dim into other ranges."""
+        return Sharding(self.dim, ranges, self.group)
 
 
 # A rule works on `x.to_local()` and calls other rules by name: where a compiled graph is
@@ -262,6 +266,12 @@ def _torch_names(
     if not args and "input" in named:
         args = (named.pop("input"),)
     return args, named
+
+
+def bound(values: Sequence[Any], kwargs: dict[str, Any], **defaults: Any) -> list[Any]:
+    """Return the arguments named in `defaults`, given by position, by name or not at all."""
+    given = dict(zip(defaults, values, strict=False))
+    return [(defaults | given | kwargs)[name] for name in defaults]
 
 
 def wrapped_dim(x: Tensor, dim: int) -> int:
