@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchshard.data_parallel import spans_shards
 from torchshard.errors import GroupError, StateError
 from torchshard.layer import ParallelLayer
-from torchshard.loss.row_optimizer import step_in_backward as step_in_backward
 from torchshard.owners import is_sharded, remember, shard_owner_of
 from torchshard.state import gathered
 
