@@ -13,7 +13,7 @@ LEVELS = [
     ["errors", "layout"],
     ["distributed"],
     ["checks", "initializer", "owners", "row_updates", "tensor"],
-    ["data_parallel", "loss"],
+    ["data_parallel", "loss", "optimizer_checks"],
     ["layer"],
     ["conversion_plan"],
     [

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torchshard import data_parallel, owners
+from torchshard import data_parallel, optimizer_checks, owners
 from torchshard.distributed import collectives, ops
 from torchshard.distributed.groups import GroupLike, resolve_group
 from torchshard.errors import GroupError, LayoutError, ShapeError, StateError
@@ -225,6 +225,7 @@ class ParallelLayer(nn.Module, ABC):
             owners.remember(param, self, name)
 
     def _remember_tensors(self) -> None:
+        optimizer_checks.watch_steps(self.group)
         for name in self._specs:
             owners.remember(self.tensor_of(name), self, name)
 
