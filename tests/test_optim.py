@@ -1,6 +1,9 @@
 """The optimizer that divides its state trains, saves and loads like a plain one."""
 
 import copy
+import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 import torchshard as ts
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torchshard.optim import ZeroRedundancyOptimizer
 from torchshard.state import gathered
 from torchshard.testing import run_ranks
@@ -316,12 +320,91 @@ def test_without_groups_it_is_the_plain_optimizer():
     optimizers[0].load_state_dict(optimizers[1].state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-def test_a_compiled_step():
-    """The check before every optimizer's step does not stand in the way of compiling it."""
-    layer = nn.Linear(3, 2)
+def compiled_step():
+    layer = ts.nn.ParallelLinear(3, 2, dim=1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    layer(torch.ones(1, 3)).sum().backward()
+    layer(torch.ones(1, 3)).to_local().sum().backward()
     before = layer.bias.detach().clone()
     torch.compile(optimizer.step, backend="eager")()
     torch.testing.assert_close(layer.bias.detach(), before - 0.1)
+
+
+def test_a_compiled_step():
+    """The check before every optimizer's step does not stand in the way of compiling it."""
+    run_ranks(compiled_step, 2)
+
+
+IMPORT_SETS_NO_HOOK = """
+import torch.nn.modules.module as module
+import torch.optim.optimizer as optimizer
+
+def hooks():
+    return {
+        (place.__name__, name): dict(value)
+        for place in (module, optimizer)
+        for name, value in vars(place).items()
+        if name.startswith("_global_") and "hook" in name and value is not None
+        and not isinstance(value, bool)
+    }
+
+before = hooks()
+assert len(before) > 4
+import torchshard as ts
+import layer_zoo
+ts.init_process_group()
+layer = ts.nn.ParallelLinear(4, 6, dim=1)
+assert hooks() == before
+"""
+
+
+def test_importing_sets_no_hook():
+    """torch's global hooks are left alone, by a layer in a group of one too."""
+    command = [sys.executable, "-W", "error", "-c", IMPORT_SETS_NO_HOOK]
+    subprocess.run(command, check=True, timeout=120)
+
+
+def step_checks():
+    """Return the checks that torch calls before every optimizer's step."""
+    return [check.__name__ for check in _global_optimizer_pre_hooks.values()]
+
+
+def expect_refused(layer):
+    optimizer = torch.optim.Adafactor(layer.parameters())
+    with pytest.raises(ts.errors.GroupError, match="works on whole tensors"):
+        optimizer.step()
+
+
+def checks_come_and_go(path):
+    assert step_checks() == []
+    layer = ts.nn.ParallelLinear(3, 5, dim=1)
+    both = ["expect_no_shards", "expect_elementwise"]
+    assert step_checks() == both
+    expect_refused(ts.nn.ParallelLinear(3, 5, dim=0))
+    assert step_checks() == both
+    saved, rank = pickle.dumps(layer), ts.distributed.get_rank()
+    ts.destroy_process_group()
+    assert step_checks() == []
+    place = {"init_method": path.as_uri(), "rank": rank, "world_size": 2}
+    torch.distributed.init_process_group("gloo", **place)
+    ts.init_process_group()
+    assert step_checks() == []
+    expect_refused(pickle.loads(saved))
+    assert step_checks() == both
+
+
+def test_steps_are_checked_while_there_are_shards(tmp_path):
+    """From the first layer with shards, made or unpickled, until the groups are destroyed."""
+    run_ranks(checks_come_and_go, 2, tmp_path / "again")
+
+
+def own_group_is_watched():
+    group = torch.distributed.new_group()
+    ts.init_process_group(1)
+    assert ts.nn.ParallelLinear(3, 5, dim=1).group.size == 1
+    assert step_checks() == []
+    expect_refused(ts.nn.ParallelLinear(3, 5, dim=1, group=group))
+
+
+def test_steps_are_checked_over_a_group_of_the_callers_own():
+    """It is the layer's group that counts, whoever initialised it."""
+    run_ranks(own_group_is_watched, 2)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchshard.distributed import collectives
 from torchshard.distributed.groups import GroupLike, resolve_group
-from torchshard.loss.row_optimizer import expect_whole_gradients
+from torchshard.row_updates import expect_whole_gradients
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -8,6 +8,7 @@ The only module with state: the mesh that `init_process_group` made or adopted.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -68,6 +69,7 @@ GroupLike: TypeAlias = "ShardGroup | dist.ProcessGroup | None"
 
 _mesh: DeviceMesh | None = None
 _model_group = ShardGroup()
+_at_destroy: list[Callable[[], None]] = []
 
 
 def _restored(size: int, rank: int) -> ShardGroup:
@@ -176,8 +178,15 @@ def destroy_process_group() -> None:
     """Forget the groups and shut torch.distributed down, if it is running."""
     global _mesh, _model_group
     _mesh, _model_group = None, ShardGroup()
+    while _at_destroy:
+        _at_destroy.pop()()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def at_destroy(forget: Callable[[], None]) -> None:
+    """Have `destroy_process_group` call `forget`, once, and undo what was set up for groups."""
+    _at_destroy.append(forget)
 
 
 def is_initialized() -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torchshard import owners
+from torchshard import optimizer_checks, owners
 from torchshard.distributed import collectives
 from torchshard.distributed.groups import GroupLike, resolve_group
 from torchshard.errors import StateError
@@ -78,6 +78,7 @@ class LocalState(nn.Module):
             )
 
     def _remember_tensors(self) -> None:
+        optimizer_checks.watch_steps(self.group)
         for name in self._specs:
             owners.remember(self.tensor_of(name), self, name)
 

@@ -15,7 +15,6 @@ from torchshard.loss.margin_loss import (
     margin_cross_entropy_of_shard,
     parallel_margin_cross_entropy,
 )
-from torchshard.loss.row_optimizer import step_in_backward
 
 __all__ = [
     "Criterion",
@@ -31,5 +30,4 @@ __all__ = [
     "parallel_linear_cross_entropy",
     "parallel_margin_cross_entropy",
     "parallel_topk",
-    "step_in_backward",
 ]

@@ -3,7 +3,7 @@
 Classes are the outer loop. Forward computes chunk after chunk of this rank's logits and adds
 each to the rows' statistics, which the ranks then exchange, once. Backward computes a chunk's
 logits again, turns them into their gradient where they lie, and writes the chunk's part of
-the weight gradient once, or hands it to the optimizer (`row_optimizer.py`), and then this
+the weight gradient once, or hands it to an optimizer (`row_updates.py`), and then this
 gradient never exists either. The input's gradient adds up over the chunks; it is this
 rank's partial.
 
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torchshard.loss.head import Chunk, Head, HeadOptions
-from torchshard.loss.row_optimizer import RowOptimizer, row_optimizer_of
 from torchshard.loss.rows import (
     Part,
     exchanged,
@@ -29,6 +28,7 @@ from torchshard.loss.rows import (
     weight_of_p,
     wide,
 )
+from torchshard.row_updates import RowUpdate, row_update_of
 
 
 class HeadLosses(torch.autograd.Function):
@@ -58,7 +58,7 @@ class HeadLosses(torch.autograd.Function):
         with _as_given(x):
             part, kept = _local_part(Head(*given, options))
         rows = exchanged(part, options.group)
-        ctx.options, ctx.optimizer = options, row_optimizer_of(weight)
+        ctx.options, ctx.update = options, row_update_of(weight)
         ctx.save_for_backward(
             *given, kept, hard, rows.base, rows.exp_sum, rows.total(hard)
         )
@@ -92,7 +92,7 @@ class HeadLosses(torch.autograd.Function):
         grad = torch.zeros_like(base) if grad is None else grad
         onehot = None if hard is None else -hard * grad
         upstream = _Upstream(base, scale, grad, onehot)
-        grads = _Gradients(head, ctx.needs_input_grad, ctx.optimizer)
+        grads = _Gradients(head, ctx.needs_input_grad, ctx.update)
         with _as_given(head.x):
             for start, stop in head.chunks():
                 logits = None if kept is None else kept.clone()
@@ -169,14 +169,14 @@ class _Gradients:
     """The gradients of a head, as they come chunk by chunk."""
 
     def __init__(
-        self, head: Head, needs: tuple[bool, ...], optimizer: RowOptimizer | None
+        self, head: Head, needs: tuple[bool, ...], update: RowUpdate | None
     ) -> None:
-        self._head, self._optimizer = head, optimizer if needs[1] else None
+        self._head, self._update = head, update if needs[1] else None
         x, bias = head.x, head.bias
         self._x = torch.zeros_like(x, dtype=wide(x.dtype)) if needs[0] else None
         self._weight = None
-        if self._optimizer is not None:
-            self._optimizer.begin()
+        if self._update is not None:
+            self._update.begin()
         elif needs[1]:
             self._weight = self._room_for_weight()
         self._bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
@@ -204,9 +204,9 @@ class _Gradients:
         self._add_weight(chunk, flat)
 
     def _add_weight(self, chunk: Chunk, flat: Tensor) -> None:
-        """Write, or hand to the optimizer, the gradient of a chunk's rows of the weight."""
+        """Write, or hand on, the gradient of a chunk's rows of the weight."""
         head = self._head
-        if self._optimizer is None and self._weight is None:
+        if self._update is None and self._weight is None:
             return
         place = chunk.place if head.options.sparse else chunk.rows
         if self._weight is not None and _takes_product(self._weight, chunk, head):
@@ -218,15 +218,15 @@ class _Gradients:
             along = (chunk.weight * grad).sum(1, keepdim=True)
             grad = grad.sub_(chunk.weight * along).div_(chunk.norms)
         grad = grad.view(-1, *head.weight.shape[1:]).to(head.weight.dtype)
-        if self._optimizer is not None:
-            self._optimizer.step(chunk.rows, grad)
+        if self._update is not None:
+            self._update.step(chunk.rows, grad)
         elif self._weight is not None:
             self._weight[place] = grad
 
     def finished(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of input, weight and bias."""
-        if self._optimizer is not None:
-            self._optimizer.end()
+        if self._update is not None:
+            self._update.end()
         x = None if self._x is None else self._x.to(self._head.x.dtype)
         return x, self._weight_gradient(), self._bias
 

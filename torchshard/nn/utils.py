@@ -17,8 +17,8 @@ from torchshard.distributed import collectives
 from torchshard.distributed.groups import ShardGroup
 from torchshard.layer import ParallelLayer
 from torchshard.layout import Shard
-from torchshard.loss.row_optimizer import expect_whole_gradients
 from torchshard.owners import Owner, shard_owner_of
+from torchshard.row_updates import expect_whole_gradients
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 from torchshard.distributed.groups import get_data_parallel_group
 from torchshard.errors import GroupError, StateError
-
-Rows: TypeAlias = "slice | Tensor"
+from torchshard.row_updates import RowIndex, row_update_of, update_rows_by
 
 # Each element is updated from its own gradient and state alone, so rows can be by themselves.
 _ELEMENTWISE = (
@@ -32,8 +30,6 @@ _ELEMENTWISE = (
     torch.optim.Adagrad,
     torch.optim.Adadelta,
 )
-
-_stepped = WeakIdKeyDictionary()
 
 
 def step_in_backward(
@@ -91,34 +87,9 @@ def step_in_backward(
     if not chosen or any(id(x) not in held for x in chosen):
         raise StateError("The optimizer does not hold the parameters to be updated.")
     for parameter in chosen:
-        known: RowOptimizer | None = _stepped.get(parameter)
-        if known is None or not known.steps_for(optimizer):
-            _stepped[parameter] = RowOptimizer(optimizer, parameter)
-
-
-def row_optimizer_of(parameter: Tensor) -> RowOptimizer | None:
-    """Return what updates the parameter during backward; None if its optimizer does.
-
-    In a compiled graph none: the weight gets its gradient, and `optimizer.step()` uses it.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    found: RowOptimizer | None = _stepped.get(parameter)
-    return found if found is not None and found.is_alive else None
-
-
-def expect_whole_gradients(parameters: Iterable[Tensor], what: str) -> None:
-    """Check that no parameter is stepped in backward, where `what` needs its gradient.
-
-    Raises:
-        StateError: If one is.
-    """
-    if any(row_optimizer_of(parameter) is not None for parameter in parameters):
-        raise StateError(
-            f"{what} needs every gradient, and a weight among them is updated during"
-            " backward (step_in_backward), so that its gradient never exists. Leave one of"
-            " the two out."
-        )
+        known = row_update_of(parameter)
+        if not (isinstance(known, RowOptimizer) and known.steps_for(optimizer)):
+            update_rows_by(RowOptimizer(optimizer, parameter), parameter)
 
 
 class RowOptimizer:
@@ -199,7 +170,7 @@ class RowOptimizer:
         self._before = dict(self._optimizer.state[self._parameter])
         self._group = self._group_of(self._parameter)
 
-    def step(self, rows: Rows, grad: Tensor) -> None:
+    def step(self, rows: RowIndex, grad: Tensor) -> None:
         """Update `rows` of the parameter and of its state."""
         parameter = self._parameter
         chunk = nn.Parameter(parameter.detach()[rows])
@@ -221,7 +192,9 @@ class RowOptimizer:
                 return group
         raise StateError("The optimizer no longer holds the weight that it updates.")
 
-    def _take(self, rows_state: dict[str, Any], parameter: Tensor, rows: Rows) -> None:
+    def _take(
+        self, rows_state: dict[str, Any], parameter: Tensor, rows: RowIndex
+    ) -> None:
         """Put the rows' state back; what is one number for all rows waits for the end."""
         state = self._optimizer.state[parameter]
         for name, value in rows_state.items():
@@ -242,7 +215,7 @@ class RowOptimizer:
         torch.autograd.graph.increment_version(self._parameter)
 
 
-def _rows_of(value: Any, parameter: Tensor, rows: Rows) -> Any:
+def _rows_of(value: Any, parameter: Tensor, rows: RowIndex) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value[rows] if value.shape == parameter.shape else value.clone()

@@ -3,12 +3,11 @@
 torch's ZeroRedundancyOptimizer sends every parameter from the rank that updates it to all
 others of its group. That is right for parameters that are equal on those ranks, and would
 overwrite shards, which are not. torchshard's keeps the two apart; torch's own is refused
-before its first step where it was given shards (`expect_no_shards`).
+before its first step where it was given shards (`torchshard/optimizer_checks.py`).
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -17,11 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torchshard.data_parallel import spans_shards
-from torchshard.errors import GroupError, StateError
+from torchshard.errors import StateError
 from torchshard.layer import ParallelLayer
-from torchshard.loss.row_optimizer import step_in_backward as step_in_backward
 from torchshard.owners import Owner, is_sharded, remember, shard_owner_of
 from torchshard.state import gathered
 
@@ -302,71 +298,3 @@ def _own_state(parameter: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
             value = value.clone()
         own[key] = value
     return own
-
-
-def expect_no_shards(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Refuse a step of torch's ZeroRedundancyOptimizer that would overwrite shards.
-
-    A hook before every optimizer's step: torch's class has no place for a check when it is
-    built. Over the data-parallel group, whose ranks hold the same shard, it is right.
-
-    Raises:
-        GroupError: If the optimizer would send a shard to another rank of its group.
-    """
-    if torch.compiler.is_compiling():
-        return
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
-        return
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            place = shard_owner_of(tensor)
-            if place is not None and spans_shards(optimizer.process_group, place[0]):
-                layer, name = place
-                over = dist.get_process_group_ranks(optimizer.process_group)
-                raise GroupError(
-                    f"torch's ZeroRedundancyOptimizer over the ranks {sorted(over)} would"
-                    f" overwrite {type(layer).__name__}.{name}, a shard, with another"
-                    " rank's. Nothing has been changed yet. Use"
-                    " torchshard.optim.ZeroRedundancyOptimizer(model, optimizer_class),"
-                    " which takes the same arguments and leaves shards where they are."
-                )
-
-
-_WHOLE_TENSOR_OPTIMIZERS = tuple(
-    getattr(torch.optim, name)
-    for name in ("Adafactor", "LBFGS", "Muon")
-    if name in dir(torch.optim)  # Muon came with torch 2.9
-)
-
-
-def expect_elementwise(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Refuse a step that torch would work out from a whole tensor, and here from a shard.
-
-    A hook before every optimizer's step. Row sums, orthogonalised updates and line searches
-    of a shard are not those of the tensor, and ranks would drift apart.
-
-    Raises:
-        GroupError: If such an optimizer was given a shard.
-    """
-    if not isinstance(optimizer, _WHOLE_TENSOR_OPTIMIZERS):
-        return
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            place = shard_owner_of(tensor)
-            if place is not None:
-                layer, name = place
-                raise GroupError(
-                    f"torch.optim.{type(optimizer).__name__} works on whole tensors, and was"
-                    f" given {type(layer).__name__}.{name}, of which this rank holds a"
-                    " shard. Nothing has been changed yet. Use an optimizer that works"
-                    " element by element, such as SGD, Adam or AdamW, for shards."
-                )
-
-
-register_optimizer_step_pre_hook(expect_no_shards)
-register_optimizer_step_pre_hook(expect_elementwise)
