@@ -30,7 +30,7 @@ from torchshard_cli.header import read_header
 from torchshard_cli.layer import Layer
 from torchshard_cli.lock import read_lock
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
