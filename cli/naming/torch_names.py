@@ -1,6 +1,6 @@
 """The class names of `torch.nn`, listed, since looking would cost the import of torch.
 
-tests/test_cli_names.py compares the list with the torch that is installed.
+tests/cli/test_cli_names.py compares the list with the torch that is installed.
 """
 
 TORCH_NN_CLASSES = frozenset(

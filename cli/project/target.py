@@ -59,12 +59,14 @@ def find_target(folder: Path) -> Target:
         _check_importable(top)
         top = top.parent
     root = top.parent if top.name == "src" else top
-    package = folder.relative_to(root).as_posix()
+    package, modules = folder.relative_to(root), folder.relative_to(top)
+    # Where `tests` mirrors the packages, the test lies as its module does.
+    places = ("tests" / modules, Path("tests"))
     return Target(
         root=root,
-        package=package,
-        tests="tests" if (root / "tests").is_dir() else package,
-        import_prefix=".".join(folder.relative_to(top).parts),
+        package=package.as_posix(),
+        tests=next((p for p in places if (root / p).is_dir()), package).as_posix(),
+        import_prefix=".".join(modules.parts),
     )
 
 

@@ -165,12 +165,16 @@ def _namesake(layer: type, cases: Sequence[Case]) -> str:
 
 
 def _find_cases(layer: type) -> Path:
-    """Return the test beside the layer's module, in a `tests` folder above it, or the module."""
+    """Return the test beside the layer's module, in a `tests` folder above it, or the module.
+
+    `tests` may mirror the packages: `zoo/gate.py` and `tests/zoo/test_gate.py`.
+    """
     module = sys.modules[layer.__module__]
     file = Path(str(module.__file__)).resolve()
     name = f"test_{file.stem}.py"
-    folders = [file.parent, *(parent / "tests" for parent in file.parents)]
-    for folder in folders:
+    packages = Path(*layer.__module__.split(".")[:-1])
+    above = [parent / "tests" for parent in file.parents]
+    for folder in (file.parent, *above, *(tests / packages for tests in above)):
         if (folder / name).is_file():
             return folder / name
     if hasattr(module, "CASES"):

@@ -1,6 +1,6 @@
 """Trying a template: every choice rendered into a scratch folder, read, linted and tested.
 
-tests/test_zoo_in_step.py holds the bundled templates to it; `torchshard templates test`
+tests/layer_zoo/test_zoo_in_step.py holds the bundled templates to it; `torchshard templates test`
 holds any other to the same.
 """
 

@@ -30,7 +30,7 @@ from torchshard_cli.project.layer import Layer
 from torchshard_cli.project.lock import read_lock
 from torchshard_cli.template.catalogue import Catalogue, bundled_templates
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent / "torchshard"
+ROOT = Path(__file__).resolve().parents[2] / "torchshard"
 PACKAGE = "torchshard"
 
 # From the bottom up: a module imports from its own level or from lower ones.

@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("cli", "layer_zoo", "templates", "torchshard")
 INSTALLED = {"cli": "torchshard_cli", "templates": "torchshard_templates"}
 

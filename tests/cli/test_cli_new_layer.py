@@ -82,6 +82,15 @@ def test_without_a_folder_for_tests_the_test_lies_beside_the_module(project):
     run_pytest(project.root)
 
 
+def test_where_tests_mirror_the_packages_the_test_lies_as_its_module_does(project):
+    """In `tests/zoo`, for a layer of `zoo`; `verify` finds it there."""
+    (project.root / "tests" / "zoo").mkdir()
+    project.generate()
+    assert (project.root / "tests" / "zoo" / "test_parallel_tiny.py").is_file()
+    assert not project.test.exists()
+    run_pytest(project.root)
+
+
 def test_a_src_layout_imports_from_below_src(project):
     """The root is above `src`; the import path starts below it."""
     write(project.root / "src" / "pack" / "__init__.py", "")

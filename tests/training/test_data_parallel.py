@@ -21,7 +21,7 @@ from torchshard.errors import GroupError, LayoutError
 from torchshard.state import gathered
 from torchshard.testing import run_ranks
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 import models
 import recipe_table

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cli_project import write
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 END = "--- end of the output"
 
 

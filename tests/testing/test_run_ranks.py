@@ -176,7 +176,7 @@ def test_what_ranks_print_is_shown(tmp_path):
     """Output that a rank has buffered is not lost when it ends."""
     script = tmp_path / "speaking.py"
     script.write_text(SCRIPT)
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     shown = subprocess.run(
         [sys.executable, str(script)],
         # Unbuffered ranks would write word by word, and their lines could mix.

@@ -440,7 +440,7 @@ def test_help_names_the_options() -> None:
     assert "--shard PARAM=DIM" in output
 
 
-PAGE = HERE.parent / "docs" / "from_a_dense_layer.md"
+PAGE = HERE.parents[1] / "docs" / "from_a_dense_layer.md"
 
 
 def test_the_page_shows_what_the_command_prints_and_writes(here: Path) -> None:

@@ -26,7 +26,7 @@ from torchshard.testing import run_ranks
 from torchshard_cli.project.lock import read_lock
 from torchshard_cli.template.catalogue import Catalogue, bundled_templates
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def randoms(*shape, seed=0):
@@ -394,7 +394,7 @@ ROWS = [*(str(row) for row in range(1, 34)), "8b", "8c", "8d", "8e"]
 def test_every_row_has_a_test():
     """Rows 1 to 33, and 8b to 8e, are each in the name of a test."""
     found = set()
-    for path in (ROOT / "tests").glob("test_*.py"):
+    for path in (ROOT / "tests").rglob("test_*.py"):
         for name in re.findall(r"^def test_((?:r\d+[a-e]?_)+)", path.read_text(), re.M):
             found.update(row.removeprefix("r") for row in name.split("_"))
     assert set(ROWS) - found == set()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torchshard.testing import run_ranks
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "face_head.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "face_head.py"
 
 
 def results():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).resolve().parent.parent / "examples" / "demo.py"
+PATH = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
 ALONE = {"losses": [1.5, 0.25], "accuracy": 0.94, "head_bytes": 5160}
 SHARDED = {"losses": [1.5, 0.250001], "accuracy": 0.94, "head_bytes": 2580}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent / "cli"
+ROOT = Path(__file__).resolve().parents[2] / "cli"
 # From the bottom up: a module imports from its own room or from lower ones.
 ROOMS = [
     "errors",

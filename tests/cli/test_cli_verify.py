@@ -18,7 +18,7 @@ from torchshard_cli.main import main
 from torchshard_cli.proof.proof import Failure, Listener, Proof
 from torchshard_cli.screen.show_proof import VerifyError, ranks_text, show_proof
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def torchshard(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -397,6 +397,24 @@ def test_a_layer_without_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+def test_cases_where_the_tests_mirror_the_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cases of a module of `mirrored` are found in `tests/mirrored`."""
+    lay_out(
+        tmp_path,
+        {
+            "mirrored/__init__.py": "",
+            "mirrored/gate.py": "class Gate:\n    pass\n",
+            "tests/mirrored/test_gate.py": "CASES = []\n",
+        },
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    result = in_process("mirrored.gate:Gate")
+    source = tmp_path / "tests" / "mirrored" / "test_gate.py"
+    assert result.output == f"Error: no case in {source} is of Gate\n"
+
+
 def test_a_test_without_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test file that has no CASES says what they are."""
     (tmp_path / "empty_layer.py").write_text("class EmptyLayer:\n    pass\n", "utf-8")
@@ -414,7 +432,7 @@ def test_a_test_without_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_cases_of_another_layer() -> None:
     """Cases are those of the class that was asked for."""
-    source = ROOT / "tests" / "test_parallel_linear.py"
+    source = ROOT / "tests" / "layer_zoo" / "test_parallel_linear.py"
     result = in_process("layer_zoo:ParallelEmbedding", "--cases", str(source))
     assert result.exit_code == 2
     assert result.output == f"Error: no case in {source} is of ParallelEmbedding\n"

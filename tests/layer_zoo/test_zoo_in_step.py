@@ -22,10 +22,10 @@ from torchshard_cli.template.trial import (
     write_variant,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ZOO = [locked.layer for locked in read_lock(ROOT).layers.values()]
 BUNDLED = Catalogue(bundled_templates())
-# `dense` renders what was read of a person's class; tests/test_cli_from_dense.py has those.
+# `dense` renders what was read of a person's class; tests/cli/test_cli_from_dense.py has those.
 TEMPLATES = [name for name in BUNDLED.names() if name != "dense"]
 
 

@@ -21,7 +21,7 @@ from torchshard.state import gathered, sharded_entries
 from torchshard.tensor import whole
 from torchshard.testing import run_ranks
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 import models
 
