@@ -9,6 +9,7 @@ from ..errors import UsageError
 from ..project.alone import alone_in
 from ..screen.show import plural, shown_path
 from ..screen.show_templates import (
+    divisions_of,
     template_json,
     template_lines,
     templates_json,
@@ -76,10 +77,11 @@ def templates_show(catalogue: Catalogue, name: str, as_json: bool) -> None:
       torchshard templates show https://example.org/mine.git
     """  # noqa: D301  # as above
     template = catalogue.read(name)
+    divisions = divisions_of(template)
     if as_json:
-        click.echo(template_json(template))
+        click.echo(template_json(template, divisions))
     else:
-        _echo_all(template_lines(template))
+        _echo_all(template_lines(template, divisions))
 
 
 @templates.command("new", short_help="Copy a template, to make it yours.")

@@ -1,11 +1,11 @@
 """Templates as text for people and as JSON for programs."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..template.options import Option, value_text
-from ..template.template import Template
+from ..template.template import BUNDLED, Template
 from .show import plural, to_json
 
 
@@ -18,16 +18,40 @@ def templates_lines(templates: Sequence[Template]) -> Iterator[str]:
         yield f"{row}  {_origin(template)}"
 
 
+def divisions_of(template: Template) -> list[dict[str, Any]]:
+    """How the finished layer of a bundled template can be divided; nothing of any other.
+
+    As its class says it, so this imports torch. Each split has its `name`, the codes that
+    `dim` takes for it, `dims`, and what it `divides`.
+    """
+    if template.origin != BUNDLED:
+        return []
+    import layer_zoo
+
+    splits = getattr(getattr(layer_zoo, template.class_name, None), "splits", {})
+    return [
+        {"name": name, "dims": list(split.dims), "divides": split.divides}
+        for name, split in splits.items()
+    ]
+
+
 def _origin(template: Template) -> str:
     count = len(template.overridden)
     files = f", {plural(count, 'file')} overridden" if count else ""
     return f"{template.origin}{files}"
 
 
-def template_lines(template: Template) -> Iterator[str]:
+def template_lines(
+    template: Template, divisions: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[str]:
     """All that a person needs to know to use a template."""
     yield f"{template.name}: {template.title}"
     yield from _option_lines(template)
+    for number, division in enumerate(divisions):
+        title = "divides:" if number == 0 else ""
+        codes = " or ".join(f"dim={dim}" for dim in division["dims"])
+        codes = f" ({codes})" if codes else ""
+        yield f"{title:12} {division['name']}{codes}: {division['divides']}"
     if template.patterns:
         yield f"fits:        {', '.join(template.patterns)}"
     yield f"writes:      {', '.join(template.outputs())}"
@@ -70,9 +94,11 @@ def _example(template: Template) -> str:
     return shlex.join(words if template.is_trusted else [*words, "--trust"])
 
 
-def template_json(template: Template) -> str:
+def template_json(
+    template: Template, divisions: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """One template for programs."""
-    return to_json(_fields(template))
+    return to_json({**_fields(template), "splits": list(divisions)})
 
 
 def templates_json(templates: Sequence[Template]) -> str:

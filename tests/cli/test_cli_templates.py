@@ -16,9 +16,11 @@ from cli_project import (
     write,
     write_template,
 )
+from click.testing import CliRunner
 from cookiecutter.generate import generate_files
 from cookiecutter.prompt import prompt_for_config
 from torchshard_cli.errors import TemplateError
+from torchshard_cli.main import main
 from torchshard_cli.project.layer import Layer
 from torchshard_cli.template.catalogue import Catalogue
 
@@ -71,9 +73,10 @@ def test_show_says_all_that_an_author_of_a_layer_needs(project):
 
 
 def test_descriptions_come_as_json_too(project):
-    """`--json` of list is the list of what `--json` of show gives."""
+    """`--json` of list is the list of what `--json` of show gives, but for the splits."""
     listed = json.loads(project.run("templates", "list", "--json").stdout)
     shown = json.loads(project.run("templates", "show", "tiny", "--json").stdout)
+    assert shown.pop("splits") == []
     assert listed == [shown]
     assert shown["options"][0] == {
         "name": "split",
@@ -81,6 +84,20 @@ def test_descriptions_come_as_json_too(project):
         "choices": ["rows", "columns"],
         "help": "what each rank holds",
     }
+
+
+def test_show_says_how_the_layer_can_be_divided(tmp_path, monkeypatch):
+    """As the class of the finished layer says it, as text and as JSON."""
+    monkeypatch.chdir(tmp_path)
+    text = CliRunner().invoke(main, ["templates", "show", "linear"]).output
+    assert (
+        "divides:     column (dim=1 or dim=-1): the output features\n"
+        "             row (dim=0): the input features\n"
+    ) in text
+    shown = CliRunner().invoke(main, ["templates", "show", "attention", "--json"])
+    assert json.loads(shown.output)["splits"] == [
+        {"name": "heads", "dims": [], "divides": "the heads"}
+    ]
 
 
 def test_show_of_an_unknown_template_is_a_usage_error(project):

@@ -106,3 +106,28 @@ def test_the_pages_show_what_new_layer_prints(
     words = [sys.executable, "-m", "torchshard_cli", *command.split()[1:]]
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert result.stdout.strip() == shown(page, command)
+
+
+def layers_of_the_table() -> list[tuple[str, str]]:
+    """Return the layers and what is divided, row by row of the README's table."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    table = text.split("| layer | divided |")[1].split("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
+    return [(layer.strip(), divided.strip()) for layer, divided in rows]
+
+
+def test_the_readme_says_what_each_class_says_that_it_divides() -> None:
+    """The column `divided` begins with the splits that the classes declare."""
+    import layer_zoo
+
+    found = 0
+    for names, divided in layers_of_the_table():
+        name = names.split("`")[1]
+        splits = getattr(getattr(layer_zoo, name), "splits", {})
+        ways = [
+            f"`dim={split.dims[0]}` {split.divides}" if split.dims else split.divides
+            for split in splits.values()
+        ]
+        assert divided.startswith("; ".join(ways)), name
+        found += bool(ways)
+    assert found >= 7
