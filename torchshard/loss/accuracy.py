@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torchshard.distributed import collectives
 from torchshard.errors import LayoutError, ShapeError
-from torchshard.loss.criterion import Criterion, expect_target
-from torchshard.loss.cross_entropy import as_rows, class_sharding, expect_class_dim
-from torchshard.loss.row_losses import own_targets
-from torchshard.loss.rows import blocks
+from torchshard.loss.criterion import Criterion, expect_target, own_targets
+from torchshard.loss.cross_entropy import class_sharding, expect_class_dim
+from torchshard.loss.rows import as_rows, blocks
 from torchshard.tensor.reductions import first_topk
 from torchshard.tensor.sharded import ShardedTensor, Sharding, whole_shape, wrapped_dim
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchshard.checks import expect_indices
 from torchshard.distributed import collectives, ops
 from torchshard.errors import LayoutError, ShapeError
+from torchshard.loss.rows import as_rows
 from torchshard.tensor.sharded import ShardedTensor, Sharding, mixes, whole_shape
 
 Reduction: TypeAlias = Literal["none", "mean", "sum"]
@@ -102,7 +103,40 @@ def _expect_probabilities(
         )
 
 
-def own_target(target: Tensor, sharding: Sharding) -> Tensor:
+class Targets(NamedTuple):
+    """The targets of each row, and what of them this rank's classes need.
+
+    Attributes:
+        columns: Target classes, of the rows' shape; None for probabilities.
+        hard: h, the weight of the target's class in its row, likewise; 0 for ignored rows.
+        probabilities: `(N, C / R, D)`, of this rank's classes; None for indices.
+        own_weight: `(1, C / R, 1)`, the weights of this rank's classes, or None.
+    """
+
+    columns: Tensor | None
+    hard: Tensor | None
+    probabilities: Tensor | None
+    own_weight: Tensor | None
+
+
+def targets_of(
+    target: Tensor,
+    weight: Tensor | None,
+    criterion: Criterion,
+    sharding: Sharding,
+    dtype: torch.dtype,
+) -> Targets:
+    """Return the targets, class indices or probabilities, as the losses take them."""
+    own_weight = _own_class_weights(weight, sharding, dtype)
+    if target.is_floating_point():
+        return Targets(None, None, as_rows(_own_target(target, sharding)), own_weight)
+    columns = target.long()
+    weights = _target_weights(columns, weight, criterion.ignore_index, dtype)
+    hard = (1 - criterion.label_smoothing) * weights
+    return Targets(columns, hard, None, own_weight)
+
+
+def _own_target(target: Tensor, sharding: Sharding) -> Tensor:
     """Return this rank's part of the probabilities, which are whole or sharded."""
     if isinstance(target, ShardedTensor):
         return target.to_local()
@@ -111,7 +145,7 @@ def own_target(target: Tensor, sharding: Sharding) -> Tensor:
     )
 
 
-def own_class_weights(
+def _own_class_weights(
     weight: Tensor | None, sharding: Sharding, dtype: torch.dtype
 ) -> Tensor | None:
     """Return the weights of this rank's classes, `(1, C / R, 1)`."""
@@ -121,7 +155,14 @@ def own_class_weights(
     return own.to(dtype).reshape(1, -1, 1)
 
 
-def target_weights(
+def own_targets(columns: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
+    """Return which targets this rank owns, and their places in its shard (0 for others)."""
+    first = sharding.ranges.offset(sharding.group.rank)
+    own = (columns >= first) & (columns < first + sharding.length)
+    return own, torch.where(own, columns - first, 0)
+
+
+def _target_weights(
     columns: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
     """Return the class weight of each row's target, 0 for ignored rows."""
@@ -195,7 +236,7 @@ def _denominators(
     if columns is None:
         return row_loss.numel()
     ignore_index, dtype = criterion.ignore_index, row_loss.dtype
-    weights = target_weights(columns, weight, ignore_index, dtype).sum()
+    weights = _target_weights(columns, weight, ignore_index, dtype).sum()
     if num_dims == 0:
         return weights
     return torch.stack([weights, (columns != ignore_index).to(dtype).sum()])

@@ -17,13 +17,11 @@ from torchshard.loss.criterion import (
     Reduction,
     expect_criterion,
     expect_target,
-    own_class_weights,
-    own_target,
     reduced,
-    target_weights,
+    targets_of,
 )
 from torchshard.loss.row_losses import RowLosses, RowOptions
-from torchshard.loss.rows import wide
+from torchshard.loss.rows import as_rows, wide
 from torchshard.tensor.sharded import ShardedTensor, Sharding, mixes, rule, whole_shape
 
 
@@ -192,28 +190,21 @@ def _row_losses(
     inplace: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return loss and logsumexp of each row, and the target classes if those are indices."""
-    rows_shape = (*local.shape[: sharding.dim], *local.shape[sharding.dim + 1 :])
     x = as_rows(local)
-    columns, hard, probabilities = None, None, None
-    if target.is_floating_point():
-        probabilities = as_rows(own_target(target, sharding))
-    else:
-        columns = target.long().reshape(x.shape[0], 1, x.shape[2])
-        hard = (1 - criterion.label_smoothing) * target_weights(
-            columns, weight, criterion.ignore_index, wide(x.dtype)
-        )
+    targets = targets_of(target, weight, criterion, sharding, wide(x.dtype))
     trains = torch.is_grad_enabled() and x.requires_grad
     options = RowOptions(sharding, criterion.label_smoothing, inplace, trains)
-    own_weight = own_class_weights(weight, sharding, wide(x.dtype))
+
+    def placed(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value.reshape(x.shape[0], 1, x.shape[2])
+
     row_loss, lse = RowLosses.apply(
-        x, probabilities, columns, hard, own_weight, options
+        x,
+        targets.probabilities,
+        placed(targets.columns),
+        placed(targets.hard),
+        targets.own_weight,
+        options,
     )
-    flat = None if columns is None else columns.reshape(rows_shape)
-    return row_loss.reshape(rows_shape), lse.reshape(rows_shape), flat
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """Return logits of any shape as `(N, C, D)`: D is 1, or the product of the dims behind C."""
-    if x.dim() == 1:
-        return x.reshape(1, -1, 1)
-    return x.unsqueeze(2) if x.dim() == 2 else x.flatten(2)
+    shape = (*local.shape[: sharding.dim], *local.shape[sharding.dim + 1 :])
+    return row_loss.reshape(shape), lse.reshape(shape), targets.columns

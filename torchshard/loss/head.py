@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torchshard.distributed.groups import ShardGroup
+from torchshard.loss.head_arguments import HeadOptions
 from torchshard.loss.margin import Margin
 from torchshard.loss.rows import SoftWeights, wide
 
@@ -20,27 +21,6 @@ _CPU_CHUNK_BYTES = 4 << 20
 
 _DEVICE_CHUNK_BYTES = 128 << 20
 """The same on a device, where a matrix product should be large."""
-
-
-@dataclass(frozen=True)
-class HeadOptions:
-    """What is computed of the classes.
-
-    Attributes:
-        group: The ranks that hold the classes.
-        num_classes: C, over all ranks.
-        label_smoothing: Share of the target spread evenly over all classes.
-        margin: The margin of a margin softmax, which takes cosines for logits, or None.
-        sparse: Whether the gradient of sampled rows is a sparse tensor.
-        chunk_bytes: Memory for the logits of a chunk; None for the default.
-    """
-
-    group: ShardGroup
-    num_classes: int
-    label_smoothing: float = 0.0
-    margin: Margin | None = None
-    sparse: bool = False
-    chunk_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,9 +50,8 @@ class Chunk:
     soft: Tensor | float | None
 
 
-@dataclass(frozen=True)
-class Head:
-    """The tensors of a classifier.
+class Head(NamedTuple):
+    """The tensors of a classifier and of its targets.
 
     Attributes:
         x: Input, `(N, F)`; with a margin of length s, the scale.
@@ -80,6 +59,7 @@ class Head:
         bias: `(C / R, d1, ...)`, or None.
         own: `(1, rows)`, whether this rank has the row's target; None for probabilities.
         places: `(1, rows)`, its place among this rank's classes that take part.
+        hard: `(1, rows)`, the weight h of the target; None for probabilities.
         probabilities: `(N, C / R, K)`, this rank's part of soft targets, or None.
         own_weight: `(1, C / R, 1)`, the weights of this rank's classes, or None.
         sampled: The rows of the weight that take part, ascending; None for all.
@@ -91,6 +71,7 @@ class Head:
     bias: Tensor | None
     own: Tensor | None
     places: Tensor | None
+    hard: Tensor | None
     probabilities: Tensor | None
     own_weight: Tensor | None
     sampled: Tensor | None
@@ -104,10 +85,10 @@ class Head:
     @property
     def soft(self) -> SoftWeights | None:
         """How targets are spread over this rank's classes, or None."""
-        smoothing = self.options.label_smoothing
+        smoothing = self.options.criterion.label_smoothing
         if self.probabilities is None and not smoothing:
             return None
-        num_classes = self.options.num_classes
+        num_classes = self.options.sharding.ranges.size
         return SoftWeights(self.probabilities, self.own_weight, smoothing, num_classes)
 
     @property

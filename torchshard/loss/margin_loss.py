@@ -12,25 +12,16 @@ from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import ShapeError
 from torchshard.layout import Ranges
-from torchshard.loss.criterion import (
-    Criterion,
-    Reduction,
-    expect_criterion,
-    expect_target,
-    target_weights,
-)
-from torchshard.loss.head import HeadOptions
-from torchshard.loss.head_losses import HeadLosses
-from torchshard.loss.linear_cross_entropy import (
+from torchshard.loss.criterion import Criterion, Reduction, expect_criterion
+from torchshard.loss.head_arguments import (
+    HeadOptions,
     class_ranges,
     compute_dtype,
-    expect_chunk_bytes,
-    expect_own_classes,
-    summed_up,
+    expect_classes,
 )
+from torchshard.loss.head_losses import loss_of_head
 from torchshard.loss.margin import Margin
 from torchshard.loss.rows import wide
-from torchshard.loss.sampling import expect_rate, sampled
 from torchshard.tensor.sharded import Sharding, mark
 
 
@@ -126,28 +117,21 @@ def margin_cross_entropy_of_shard(
     The same as `parallel_margin_cross_entropy`, except that the input has entered sharded
     compute already: its gradient is this rank's partial.
     """
+    if input.dim() != 2 or centres.dim() != 2 or input.shape[1:] != centres.shape[1:]:
+        raise ShapeError(
+            f"input has shape {tuple(input.shape)} and centres {tuple(centres.shape)};"
+            " expected (N, F) and (C / R, F)."
+        )
+    if target.is_floating_point():
+        raise ShapeError("target holds probabilities; a margin needs class indices.")
     sharding = Sharding(1, ranges, group)
-    _check(input, centres, target, criterion, sharding)
-    expect_rate(sample_rate)
-    expect_chunk_bytes(chunk_bytes)
+    options = HeadOptions(sharding, criterion, margin, sample_rate, sparse, chunk_bytes)
+    shape = (len(input), ranges.size)
+    expect_classes("centres", centres, target, None, shape, options)
     # Scaled to length in the input's dtype, and only then rounded to autocast's.
     dtype = compute_dtype(input, centres)
     x = (margin.scale * F.normalize(input, dim=-1)).to(dtype)
-    columns = target.long().reshape(1, -1)
-    hard = target_weights(columns, None, criterion.ignore_index, wide(x.dtype))
-    sample = sampled(columns, sharding, sample_rate)
-    options = HeadOptions(
-        group,
-        ranges.size,
-        margin=margin,
-        sparse=sparse and sample.rows is not None,
-        chunk_bytes=chunk_bytes,
-    )
-    given = (x, centres, None, sample.own, sample.places, hard, None, None)
-    row_loss, lse = HeadLosses.apply(*given, sample.rows, options)
-    return summed_up(
-        row_loss, lse, columns, None, criterion, tuple(target.shape), x.dtype
-    )[0]
+    return loss_of_head(x, centres, None, target, None, options)[0]
 
 
 def cosines_of_shard(
@@ -217,24 +201,3 @@ def margin_cross_entropy(
         ignore_index=ignore_index,
         reduction=criterion.reduction,
     )
-
-
-def _check(
-    input: Tensor,
-    centres: Tensor,
-    target: Tensor,
-    criterion: Criterion,
-    sharding: Sharding,
-) -> None:
-    """Check everything before the collective; all but the shards is alike on every rank."""
-    if input.dim() != 2 or centres.dim() != 2 or input.shape[1:] != centres.shape[1:]:
-        raise ShapeError(
-            f"input has shape {tuple(input.shape)} and centres {tuple(centres.shape)};"
-            " expected (N, F) and (C / R, F)."
-        )
-    expect_own_classes("centres", centres, sharding)
-    if target.is_floating_point():
-        raise ShapeError("target holds probabilities; a margin needs class indices.")
-    expect_criterion(criterion, None, sharding.ranges.size)
-    shape = torch.Size((len(input), sharding.ranges.size))
-    expect_target(target, shape, criterion, sharding)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torchshard.distributed import ops
 from torchshard.distributed.groups import ShardGroup
+from torchshard.loss.criterion import own_targets
 from torchshard.loss.rows import (
     WHOLE,
     Index,
@@ -134,13 +135,6 @@ def _soft_weights(
         return None
     num_classes = options.sharding.ranges.size
     return SoftWeights(probabilities, own_weight, options.label_smoothing, num_classes)
-
-
-def own_targets(columns: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
-    """Return which targets this rank owns, and their places in its shard (0 for others)."""
-    first = sharding.ranges.offset(sharding.group.rank)
-    own = (columns >= first) & (columns < first + sharding.length)
-    return own, torch.where(own, columns - first, 0)
 
 
 def picked(x: Tensor, own: Tensor, places: Tensor) -> Tensor:

@@ -134,6 +134,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """Return logits of any shape as `(N, C, D)`: D is 1, or the product of the dims behind C."""
+    if x.dim() == 1:
+        return x.reshape(1, -1, 1)
+    return x.unsqueeze(2) if x.dim() == 2 else x.flatten(2)
+
+
 def blocks(x: Tensor) -> Iterator[Index]:
     """Yield index tuples that cut `x`, `(N, C, D)`, into blocks of whole rows.
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torchshard.distributed.random import shard_rng
-from torchshard.errors import LayoutError
-from torchshard.loss.row_losses import own_targets
+from torchshard.loss.criterion import own_targets
 from torchshard.tensor.sharded import Sharding
 
 
@@ -23,36 +22,27 @@ class Sample:
 
     Attributes:
         rows: Their places among this rank's classes, ascending; None if all take part.
-        own: Whether this rank has a row's target.
+        own: Whether this rank has a row's target; None for probabilities.
         places: The target's place among those that take part.
     """
 
-    rows: Tensor | None
-    own: Tensor
-    places: Tensor
+    rows: Tensor | None = None
+    own: Tensor | None = None
+    places: Tensor | None = None
 
 
-def expect_rate(sample_rate: float) -> None:
-    """Check the share of classes that take part.
-
-    Raises:
-        LayoutError: If it is not in 0 to 1.
-    """
-    if not 0 < sample_rate <= 1:
-        raise LayoutError(
-            f"sample_rate={sample_rate} is out of range. Expected more than 0, up to 1."
-        )
-
-
-def sampled(columns: Tensor, sharding: Sharding, sample_rate: float) -> Sample:
+def sampled(columns: Tensor | None, sharding: Sharding, sample_rate: float) -> Sample:
     """Draw this rank's classes for a batch, from its own random stream.
 
     Args:
-        columns: Target classes; what is no class is ignored.
+        columns: Target classes; what is no class is ignored. None for probabilities, which
+            every class takes part in.
         sharding: How the classes are spread.
         sample_rate: Share of a rank's classes that take part. If more are targets, all
             of those do.
     """
+    if columns is None:
+        return Sample()
     own, places = own_targets(columns, sharding)
     if sample_rate == 1:
         return Sample(None, own, places)
