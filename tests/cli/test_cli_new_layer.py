@@ -7,7 +7,6 @@ import pty
 import subprocess
 import sys
 import tempfile
-import time
 import zlib
 
 import pytest
@@ -655,29 +654,25 @@ def test_a_real_terminal_is_asked(edited):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "limit_s"),
+    ("arguments", "most_modules"),
     [
-        (["--help"], 0.35),
-        (["--version"], 0.35),
-        (["templates", "list"], 0.35),
-        (["new-layer", "ParallelTiny", "--into", "zoo"], 0.6),
-        (["check"], 0.6),
+        (["--help"], 240),
+        (["--version"], 275),
+        (["templates", "list"], 275),
+        (["new-layer", "ParallelTiny", "--into", "zoo"], 430),
+        (["check"], 430),
     ],
 )
-def test_commands_start_at_once(project, arguments, limit_s):
-    """In a fresh interpreter, warm, without torch; the best of three, as CI is noisy."""
+def test_commands_start_at_once(project, arguments, most_modules):
+    """In a fresh interpreter, without torch: start-up is the number of modules imported."""
     project.generate("--set", "width=5")
     program = RUN_AND_LIST_MODULES.format(
         arguments=arguments, templates=str(project.templates)
     )
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(command, cwd=project.root, capture_output=True, text=True)
-        seconds.append(time.perf_counter() - start)
-        assert done.returncode == 0, done.stderr
-    assert min(seconds) < limit_s
+    program += f"    assert len(sys.modules) <= {most_modules}, len(sys.modules)\n"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=project.root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_home_is_neither_needed_nor_touched(project, tmp_path):
