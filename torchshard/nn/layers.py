@@ -17,14 +17,14 @@ from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import ShapeError
 from torchshard.layout import balanced_ranges
 from torchshard.owners import owner_of
-from torchshard.splits import split_of
+from torchshard.splits import Dim, split_named
 
 
 def parallel_linear(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    dim: int | None = None,
+    dim: Dim = None,
     *,
     group: GroupLike = None,
 ) -> Tensor:
@@ -44,7 +44,8 @@ def parallel_linear(
         weight: The whole weight (`dim=None`), or this rank's shard: sizes are as even as they
             can be, the first ranks one more.
         bias: Of the size in the table; added once.
-        dim: None for no split, 1 or -1 to divide the output features, 0 the input features.
+        dim: None for no split, 1, -1 or "column" to divide the output features, 0 or "row" the
+            input features.
         group: The ranks; None is the model group.
 
     Raises:
@@ -59,7 +60,8 @@ def parallel_linear(
     """
     from torchshard import nn
 
-    split, group = split_of(dim), resolve_group(group)
+    layer_class: Any = nn.ParallelLinear
+    split, group = split_named(layer_class.splits, dim), resolve_group(group)
     if split == "whole" or group.size == 1:
         return F.linear(input, weight, bias)
     out_features, in_features = weight.shape
@@ -67,7 +69,6 @@ def parallel_linear(
         out_features = _whole_size("weight", weight, 0, group)
     else:
         in_features = _whole_size("weight", weight, 1, group)
-    layer_class: Any = nn.ParallelLinear
     layer = layer_class(
         in_features, out_features, bias is not None, dim, group=group, device="meta"
     )
@@ -85,7 +86,7 @@ def parallel_embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
     num_embeddings: int | None = None,
-    dim: int | None = None,
+    dim: Dim = None,
     *,
     group: GroupLike = None,
 ) -> Tensor:
@@ -107,7 +108,8 @@ def parallel_embedding(
         scale_grad_by_freq: Whether to divide a row's gradient by how often it occurs.
         sparse: Whether the gradient of `weight` is a sparse tensor.
         num_embeddings: Number of rows of the whole table, if it is to be checked.
-        dim: None for no split, 0 to divide the rows, 1 or -1 the columns.
+        dim: None for no split, 0 or "vocabulary" to divide the rows, 1, -1 or "embedding_dim"
+            the columns.
         group: The ranks; None is the model group.
 
     Raises:
@@ -123,11 +125,12 @@ def parallel_embedding(
     """
     from torchshard import nn
 
-    split, group = split_of(dim), resolve_group(group)
+    layer_class: Any = nn.ParallelEmbedding
+    split, group = split_named(layer_class.splits, dim), resolve_group(group)
     rows, columns = weight.shape
-    if split == "row":
+    if split == "vocabulary":
         rows = _whole_size("weight", weight, 0, group)
-    elif split == "column":
+    elif split == "embedding_dim":
         columns = _whole_size("weight", weight, 1, group)
     if num_embeddings not in (None, rows):
         raise ShapeError(
@@ -137,7 +140,6 @@ def parallel_embedding(
     options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if split == "whole" or group.size == 1:
         return F.embedding(input, weight, *options)
-    layer_class: Any = nn.ParallelEmbedding
     layer = layer_class(rows, columns, *options, dim=dim, group=group, device="meta")
     output: Tensor = functional_call(layer, {"weight": weight}, (input,))
     return output
