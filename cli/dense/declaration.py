@@ -77,8 +77,9 @@ def attributes(
 ) -> list[str]:
     """The lines that take over what the dense module holds, apart from the shards."""
     module = modules[0]
-    kept = [*module._modules, *module._parameters]
-    lines = [_taken_over(name) for name in kept if name not in shards]
+    lines = [_taken_over(name) for name in module._modules]
+    whole = [name for name in module._parameters if name not in shards]
+    lines += [f'self.adopt("{name}", dense.{name})' for name in whole]
     for name in module._buffers:
         is_kept = name not in module._non_persistent_buffers_set
         options = "" if is_kept else ", persistent=False"

@@ -119,7 +119,9 @@ def _built(
     for name in kind.class_values:
         layer.__dict__.setdefault(name, getattr(dense, name))
     for name in held:
-        if name not in division.parameters:
+        if name in dense._parameters and name not in division.parameters:
+            layer.adopt(name, getattr(dense, name))
+        elif name not in division.parameters:
             setattr(layer, name, getattr(dense, name))
     specs = {
         name: _spec(getattr(dense, name), name, dim)

@@ -94,9 +94,9 @@ def _matmul(
     if name == "__rmatmul__":
         left, right, func = right, left, torch.matmul
     rows, columns, output = _matrix_labels(left.dim(), right.dim())
-    return product(
-        name, func, (left, right), (rows, columns), output, broadcasts="matmul" in name
-    )
+    broadcasts = name not in ("mm", "bmm", "mv", "dot", "vdot")
+    factors, labels = (left, right), (rows, columns)
+    return product(name, func, factors, labels, output, broadcasts=broadcasts)
 
 
 def _matrix_labels(num_left: int, num_right: int) -> tuple[Labels, Labels, Labels]:
