@@ -1,5 +1,6 @@
 """check_layer catches every known way of getting a sharded layer wrong, and says what it is."""
 
+import copy
 import dataclasses
 import re
 import time
@@ -12,6 +13,7 @@ import torchshard as ts
 from torch import nn
 from torchshard.distributed import collectives
 from torchshard.errors import CheckError, RankError
+from torchshard.layer.passage import Place
 from torchshard.testing import (
     Case,
     Checked,
@@ -70,24 +72,36 @@ class GainWithoutAllReduce(Gain):
         return {"gain": ts.ParameterSpec((), ts.Whole(), ts.Constant(1.0))}
 
 
-class UndeclaredGain(Gain):
-    """Registers the parameter by hand, where no declaration knows of it."""
+class DenseGainWithin(nn.Module):
+    """The number is a submodule's, where no declaration knows of it."""
+
+    first = staticmethod(torch.ones)
+
+    def __init__(self, features):
+        super().__init__()
+        self.inner = nn.ParameterList([self.first(())])
+
+    def forward(self, input):
+        return input * self.inner[0]
+
+
+class GainWithin(Gain):
+    first = staticmethod(torch.ones)
 
     def __init__(self, features):
         super().__init__(features)
-        self.gain = nn.Parameter(torch.ones(()))
+        self.inner = nn.ParameterList([self.first(())])
+
+    def local_forward(self, input):
+        return input * self.inner[0]
 
 
-class UndeclaredRandomGain(Gain):
-    def __init__(self, features):
-        super().__init__(features)
-        self.gain = nn.Parameter(torch.randn(()))
+class DenseRandomGainWithin(DenseGainWithin):
+    first = staticmethod(torch.randn)
 
 
-class DenseRandomGain(DenseGain):
-    def __init__(self, features):
-        super().__init__(features)
-        self.gain = nn.Parameter(torch.randn(()))
+class RandomGainWithin(GainWithin):
+    first = staticmethod(torch.randn)
 
 
 class BiasBeforeReduce(ParallelLinear):
@@ -271,12 +285,18 @@ class WritesToItsIds(ParallelEmbedding):
 
 class CopiesForgetTheOutput(ParallelLinear):
     def __getstate__(self):
-        return {**self.__dict__, "_output": ts.Whole()}
+        passage = copy.copy(self._passage)
+        passage.outputs = (Place(ts.Whole(), None),)
+        return {**self.__dict__, "_passage": passage}
 
 
 class CopiesForgetTheSpecs(ParallelLinear):
     def __getstate__(self):
-        return {**self.__dict__, "_specs": {}}
+        specs = {
+            name: ts.ParameterSpec(spec.shape, ts.Whole(), spec.init).placed(name, None)
+            for name, spec in self.specs.items()
+        }
+        return {**self.__dict__, "_specs": specs}
 
 
 class DenseCentre(nn.Module):
@@ -353,12 +373,12 @@ WRONG = {
         "output and gradients: gradient of gain" + DIFFERS,
     ),
     "the same, of a parameter that is not declared": (
-        features(UndeclaredGain, DenseGain),
-        "output and gradients: gradient of gain" + DIFFERS,
+        features(GainWithin, DenseGainWithin),
+        "output and gradients: gradient of inner.0" + DIFFERS,
     ),
     "an undeclared parameter differs between the ranks": (
-        features(UndeclaredRandomGain, DenseRandomGain),
-        "whole parameters alike: gain against rank 0's" + DIFFERS,
+        features(RandomGainWithin, DenseRandomGainWithin),
+        "whole parameters alike: inner.0 against rank 0's" + DIFFERS,
     ),
     "so does a declared one that is drawn unsaid": (
         Case(OwnBias, DenseBias, args=(5,), inputs=[Floats((3, 5))]),
