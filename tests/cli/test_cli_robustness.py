@@ -515,7 +515,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused_by_every_command(project):
     assert inner.is_file()
 
 
-PATIENT = "from torchshard_cli import alone\nalone.WAIT_S = 100\n"
+PATIENT = "from torchshard_cli.project import alone\nalone.WAIT_S = 100\n"
 
 
 def start(project, *arguments):
