@@ -1,16 +1,25 @@
-# make test   what CI runs      make demo   see it work      make clean   remove what make made
+# make test    what CI runs, in some minutes         make demo    see it work
+# make prove   that, and what takes longer           make clean   remove what make made
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test demo clean
+.PHONY: test prove style demo clean
 
-test: $(STAMP)
+# Up to four tests at once: each has up to four ranks of its own.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+test: style
+	$(PYTEST)
+
+prove: style
+	$(PYTEST) -m "prove or not prove"
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py

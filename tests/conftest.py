@@ -1,8 +1,15 @@
-"""What every test finds as it is on a terminal, whoever started pytest."""
+"""What every test finds, whoever started pytest: interrupts, and a compiler at hand."""
 
+import importlib
 import signal
+import warnings
 
 import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, of what its compiler imports
+    # Ranks that compile then find it imported: see `torchshard.testing.run_ranks`.
+    importlib.import_module("torch._inductor.compile_fx")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -138,8 +138,14 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _already_imported() -> list[str]:
-    """Return what ranks import anyway because the main module is pytest."""
-    return [name for name in ("pytest", "hypothesis") if name in sys.modules]
+    """Return what ranks would each import, and the fork server can import once for all.
+
+    It does what this process did: torch's compiler and checkpoints take seconds.
+    """
+    often = ("pytest", "hypothesis", "torch._inductor.compile_fx")
+    return [
+        name for name in (*often, "torch.distributed.checkpoint") if name in sys.modules
+    ]
 
 
 def _rank_main(
