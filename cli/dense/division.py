@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 import torchshard as ts
-from torch import Tensor
-
-from .carry import Change, Place
-
-Shapes: TypeAlias = "dict[tuple[str, Place], list[torch.Size | None]]"
+from torch import Tensor, nn
 
 
 class Rejected(Exception):
@@ -31,28 +26,25 @@ class Division:
     modules: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)
 
+    def present(self, dense: nn.Module) -> dict[str, str]:
+        """Those of `modules` that `dense`, built in some way, has."""
+        paths = {path for path, _ in dense.named_modules()}
+        return {path: split for path, split in self.modules.items() if path in paths}
+
 
 @dataclass
 class Outcome:
     """What a trial found.
 
     Attributes:
-        changes: For each method, what is done to the operations at those places.
         num_collectives: How many the forwards and their backwards take, all samples together.
         num_results: How many tensors the operations gave.
         num_shards: How many of those were shards.
-        gathered: The parameters of its own that are gathered before they are used.
-        storages: Where the shards of those lie in memory.
-        shapes: What each operation gave, in turn: the whole shapes.
     """
 
-    changes: dict[str, dict[Place, Change]] = field(default_factory=dict)
     num_collectives: int = 0
     num_results: int = 0
     num_shards: int = 0
-    gathered: set[str] = field(default_factory=set)
-    storages: dict[str, int] = field(default_factory=dict)
-    shapes: Shapes = field(default_factory=dict)
 
     def note(self, result: Any) -> Any:
         """Count the result of an operation, and return it."""

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+from torchshard.distributed import collectives
 from torchshard.distributed.groups import GroupLike
+from torchshard.initializer import Given, Kept
 from torchshard.layer.base import ParallelLayer
+from torchshard.layer.declaration import ParameterSpec
+from torchshard.layout import Axis, Shard, Whole
 from torchshard.splits import Dim
 from torchshard.tensor import Sharding, mark
 
@@ -20,7 +27,8 @@ class MarkedLayer(ParallelLayer):
     a `ParallelLayer` with a local forward does without.
 
     Such a layer declares no inputs and `ts.Whole()` as its output: the forward gets what the
-    caller gives, and the caller what it returns, marked where it is a shard.
+    caller gives, and the caller what it returns, marked where it is a shard. One that has a
+    dense module at hand takes that over, in place of a declaration.
 
     Example:
         >>> import torch, torchshard as ts
@@ -58,6 +66,65 @@ class MarkedLayer(ParallelLayer):
         sharding = Sharding(spec.sharded_dim, spec.ranges, self.group)
         shared = self.shared(name) if spec.grad == "overlapping" else value
         return mark(shared.view_as(shared), sharding)
+
+    def take_over(self, dense: nn.Module, divided: Mapping[str, int]) -> None:
+        """Hold what `dense` holds, in its order, and declare that. Called once, as `declare`.
+
+        Its values become rank 0's on every rank. Modules, buffers and whole parameters are
+        the same objects, which others may share; of divided parameters each rank keeps its
+        part.
+
+        Args:
+            dense: A module, built whole.
+            divided: Its own parameters that are divided, each with the dim. One that `dense`
+                does not have, an optional bias, is left out.
+        """
+        with torch.no_grad():
+            for tensor in [*dense.parameters(), *dense.buffers()]:
+                if not tensor.is_meta:
+                    tensor.copy_(collectives.broadcast(tensor, self.group))
+        for name, module in dense._modules.items():
+            self.add_module(name, module)
+        for name, buffer in dense._buffers.items():
+            is_kept = name not in dense._non_persistent_buffers_set
+            self.register_buffer(name, buffer, persistent=is_kept)
+        self._take_over_parameters(dense._parameters, divided)
+
+    def _take_over_parameters(
+        self, parameters: Mapping[str, nn.Parameter | None], divided: Mapping[str, int]
+    ) -> None:
+        cut: dict[str, nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            if parameter is not None and name in divided:
+                cut[name] = parameter
+                continue
+            if parameter is not None:
+                spec = ParameterSpec(tuple(parameter.shape), Whole(), Kept())
+                self._specs[name] = spec.placed(name, None)
+            self.register_parameter(name, parameter)
+        example = next(iter(cut.values()), None)
+        self.declare(
+            axes={
+                name: Axis(whole.shape[divided[name]]) for name, whole in cut.items()
+            },
+            parameters={
+                name: ParameterSpec(
+                    tuple(whole.shape),
+                    Shard(divided[name], name),
+                    Given(whole.detach()),
+                )
+                for name, whole in cut.items()
+            },
+            inputs={},
+            output=Whole(),
+            device=None if example is None else example.device,
+            dtype=None if example is None else example.dtype,
+        )
+        for name, whole in cut.items():
+            self.tensor_of(name).requires_grad_(whole.requires_grad)
+        held = dict(self._parameters)
+        self._parameters.clear()
+        self._parameters.update({name: held[name] for name in parameters})
 
     def local_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the dense forward, with divided parameters marked."""
