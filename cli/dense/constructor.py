@@ -47,11 +47,11 @@ def read_constructor(owner: type[nn.Module]) -> Constructor:
             )
     [*arguments.posonlyargs, *arguments.args][0].arg = "self"
     _leave_out_unknown(arguments, method.module)
-    names, call = _names_of(arguments), _handed_on(arguments)
+    names, call = _names_of(arguments), ", ".join(_handed_on(arguments))
     group = ast.arg("group", annotation=ast.Name("GroupLike"))
     arguments.kwonlyargs.append(group)
     arguments.kw_defaults.append(ast.Constant(None))
-    return Constructor(ast.unparse(arguments), ", ".join(call), names, method.module)
+    return Constructor(ast.unparse(arguments), call, names, method.module)
 
 
 def _leave_out_unknown(arguments: ast.arguments, module: str) -> None:
