@@ -245,6 +245,18 @@ def parsed_shards(texts: Sequence[str]) -> dict[str, int | None]:
     return asked
 
 
+def split_asked(
+    part: nn.Module, asked: Mapping[str, int | None], group: ts.ShardGroup
+) -> str:
+    """The split of a layer of torch.nn that does what is asked for; empty for whole.
+
+    Raises:
+        UsageError: If none does.
+    """
+    items = [_Item("", splits_of(part), 1)]
+    return str(_fixed(part, items, asked, group)[""] or "")
+
+
 def _fixed(
     module: nn.Module,
     items: Sequence[_Item],

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from ..errors import UsageError
 from . import text
-from .choice import Chosen, choose, parsed_shards
+from .choice import Chosen, choose, parsed_shards, split_asked
 from .constructor import Constructor, read_constructor
 from .declaration import constructor_text, first_dims, held
 from .division import Rejected
@@ -63,6 +63,17 @@ def read_dense(
     constructor = read_constructor(owner)
     with _one_thread():
         return _read(owner, module, constructor, asked, (arguments, inputs))
+
+
+def read_split(owner: type[nn.Module], shards: Sequence[str]) -> str:
+    """The split of a class that has a finished layer, as `--shard` asks for it.
+
+    Raises:
+        UsageError: If none does what is asked for.
+    """
+    part = find_samples(owner, "", "")[0].build(owner)
+    with make_believe_groups() as groups:
+        return split_asked(part, parsed_shards(shards), groups[0])
 
 
 @contextmanager

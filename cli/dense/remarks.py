@@ -41,7 +41,10 @@ def _undivided(module: nn.Module, chosen: Chosen) -> Iterator[str]:
             names = ", ".join(f"{path}.{name}".lstrip(".") for name in whole)
             kind = f" ({type(part).__name__})" if path else ""
             reasons = [chosen.reasons.get(path or name) for name in whole]
-            why = next((f"; it cannot be divided: {reason}" for reason in reasons if reason), "")
+            why = next(
+                (f"; it cannot be divided: {reason}" for reason in reasons if reason),
+                "",
+            )
             yield f"{names}: whole on every rank{kind}{why}"
 
 

@@ -182,7 +182,7 @@ class Opaque(nn.Module):
         self.fc = nn.Linear(in_features, out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Centred.apply(self.fc(x)).pow(2).sum(-1)
+        return _Centred.apply(self.fc(x)).pow(2).mean(-1)
 
 
 class CallsSuper(nn.Linear):

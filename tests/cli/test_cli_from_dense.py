@@ -246,7 +246,9 @@ def header_of(path: Path) -> str:
     [
         ("torch.nn:Linear", [], "template=linear@"),
         ("torch.nn:Linear", ["--shard", "weight=1"], '"split":"row"'),
+        ("torch.nn:Linear", ["--shard", "bias=0"], '"split":"column"'),
         ("torch.nn:Embedding", ["--shard", "weight=0"], '"split":"vocabulary"'),
+        ("torch.nn:Embedding", ["--shard", "weight=1"], '"split":"dim"'),
         ("torch.nn:Conv3d", [], '"num_dims":"3"'),
         ("torch.nn:MultiheadAttention", [], "template=attention@"),
         ("torch.nn:CrossEntropyLoss", ["--set", "reduction=sum"], '"reduction":"sum"'),
@@ -320,7 +322,19 @@ def test_shard_of_a_layer_inside_says_how_that_is_divided(here: Path) -> None:
             ["--shard", "norm.weight=0"],
             "(BatchNorm2d) stays whole",
         ),
-        ("torch.nn:Linear", ["--shard", "bias=0"], "is none of the ways"),
+        ("torch.nn:Linear", ["--shard", "bias=whole"], "is none of the ways"),
+        ("torch.nn:Linear", ["--shard", "weight=2"], "has no dim 2"),
+        ("torch.nn:Embedding", ["--shard", "bias=0"], "there is no parameter 'bias'"),
+        (
+            "torch.nn:MultiheadAttention",
+            ["--shard", "in_proj_weight=1"],
+            "a MultiheadAttention is divided by heads",
+        ),
+        (
+            "odd_dense_modules:Opaque",
+            ["--shard", "fc.weight=0"],
+            "_Centred computes with shards past torch's functions",
+        ),
         ("dense_modules:FiLM", ["-t", "linear"], "leave out -t linear"),
         ("dense_modules:FiLM", ["--set", "arguments=5, x"], "are not literals"),
         (
