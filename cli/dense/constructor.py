@@ -57,7 +57,7 @@ def read_constructor(owner: type[nn.Module]) -> Constructor:
 def _leave_out_unknown(arguments: ast.arguments, module: str) -> None:
     """Take out annotations whose names nobody can import; a default has to be known."""
     for one in _all(arguments):
-        if one.annotation and not _are_known(_free(one.annotation), module):
+        if one.annotation and not _are_known(free_names(one), module):
             one.annotation = None
     for default in [*arguments.defaults, *arguments.kw_defaults]:
         if default and not _are_known(free_names(default), module):
@@ -78,18 +78,7 @@ def _are_known(names: set[str], module: str) -> bool:
 def _names_of(arguments: ast.arguments) -> set[str]:
     defaults = [*arguments.defaults, *arguments.kw_defaults]
     names = {name for node in defaults if node for name in free_names(node)}
-    annotations = [one.annotation for one in _all(arguments)]
-    return names | {name for node in annotations if node for name in _free(node)}
-
-
-def _free(node: ast.expr) -> set[str]:
-    """The names in an annotation, which may be a text."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        try:
-            return free_names(ast.parse(node.value, mode="eval"))
-        except SyntaxError:
-            return set()
-    return free_names(node)
+    return names.union(*(free_names(one) for one in _all(arguments)))
 
 
 def _all(arguments: ast.arguments) -> list[ast.arg]:

@@ -136,10 +136,10 @@ def _family(owner: type) -> type | None:
 
     import layer_zoo
 
-    base: type
     for base in owner.__mro__:
         name = base.__name__
-        if base is getattr(nn, name, None) and f"Parallel{name}" in layer_zoo.__all__:
+        is_torchs = base is getattr(nn, name, None)
+        if is_torchs and f"Parallel{name}" in layer_zoo.__all__:
             return base
         if set(vars(base)) - {"__module__", "__qualname__", "__doc__"} - _BOOKKEEPING:
             return None

@@ -164,6 +164,20 @@ class Convolution(nn.Module):
         return self.mix(act(F.conv1d(x, self.weight, padding=1)))
 
 
+class GroupedConvolution(nn.Module):
+    """An argument says what F.conv2d does with the channels."""
+
+    def __init__(self, in_channels: int, out_channels: int, groups: int = 1):
+        super().__init__()
+        shape = out_channels, in_channels // groups, 3, 3
+        self.weight = nn.Parameter(torch.randn(shape))
+        self.bias = nn.Parameter(torch.randn(out_channels))
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, self.bias, 1, 1, 1, self.groups)
+
+
 class _Centred(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

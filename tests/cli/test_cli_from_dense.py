@@ -1,11 +1,13 @@
 """`new-layer --from`: dense modules of twenty kinds, read, divided and proved."""
 
 import importlib
+import inspect
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +17,7 @@ import torchshard as ts
 from cli_project import contents, working_in
 from click.testing import CliRunner, Result
 from torch import nn
-from torchshard.testing import check_cases, run_ranks
+from torchshard.testing import Floats, check_cases, run_ranks
 from torchshard_cli.main import main
 
 HERE = Path(__file__).resolve().parent
@@ -39,6 +41,7 @@ ODD_AND_PROVED = [
     "Buffers",
     "Convolution",
     "FromFactories",
+    "GroupedConvolution",
     "ObjectDefaults",
     "Opaque",
     "Properties",
@@ -128,6 +131,36 @@ def test_the_layer_compiles(generated: Path, name: str) -> None:
     run_ranks(check_cases, 2, cases_of(generated, name)[:1], True)
 
 
+def test_a_rule_decides_by_what_it_sees(generated: Path) -> None:
+    """Built with groups, of which nothing was tried, the layer is right or refuses."""
+    (case, *_) = cases_of(generated, "GroupedConvolution")
+    grouped = replace(case, args=(6, 10), options={"groups": 2}, inputs=[IMAGES])
+    for world_size in (1, 2, 3, 4):
+        run_ranks(expect_right_or_refused, world_size, grouped)
+
+
+IMAGES = Floats((4, 6, 5, 7))
+
+
+def expect_right_or_refused(case: ts.testing.Case) -> None:
+    import torch
+
+    try:
+        case.build()(torch.ones(IMAGES.shape))
+    except ts.errors.ShardedOpError:
+        return
+    check_cases([case])
+
+
+@pytest.mark.parametrize("name", TWENTY)
+def test_the_forward_is_the_authors(generated: Path, name: str) -> None:
+    """Its text stands in the generated class as it was written."""
+    source = inspect.getsource(getattr(dense_modules, name).forward)
+    module = importlib.import_module(cases_of(generated, name)[0].layer.__module__)
+    text = Path(str(module.__file__)).read_text("utf-8")
+    assert source.replace("def forward(", "def dense_forward(") in text
+
+
 def test_the_cases_divide_something(generated: Path) -> None:
     """Each of the twenty holds less on one of two ranks than the dense module."""
     for name in TWENTY:
@@ -164,10 +197,6 @@ def test_generated_code_is_clean(generated: Path, command: list[str]) -> None:
     ("name", "words"),
     [
         (
-            "FiLM",
-            "`self.project(condition).chunk(2, dim=-1)` in forward gathers a shard first",
-        ),
-        (
             "PrototypeHead",
             "log_temperature: whole on every rank",
         ),
@@ -179,8 +208,11 @@ def test_generated_code_is_clean(generated: Path, command: list[str]) -> None:
         ("Hooked", "write dense_forward: its constructor registers hooks"),
         ("Parametrized", "write dense_forward: a parametrization computes"),
         ("KeepsMode", "KeepsMode.train is not carried over"),
-        ("Opaque", "`_Centred.apply(self.fc(x))` in forward gathers a shard first"),
-        ("ReadFromOutside", "fc.weight, fc.bias: whole on every rank (Linear)"),
+        (
+            "ReadFromOutside",
+            "fc.weight, fc.bias: whole on every rank (Linear); it cannot be divided:"
+            " its fc.weight is read as if it were whole",
+        ),
     ],
 )
 def test_what_is_left_is_said_in_words(generated: Path, name: str, words: str) -> None:
@@ -272,7 +304,7 @@ def test_shard_says_what_is_divided(here: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     text = (here / "parallel_bilinear_head.py").read_text("utf-8")
-    assert 'ts.Shard(1, "left")' in text
+    assert 'self.take_over(dense, {"weight": 1})' in text
     assert "bias    whole" in text
     assert '"shards":"weight=1 bias=whole"' in header_of(
         here / "parallel_bilinear_head.py"
@@ -379,14 +411,13 @@ def test_shard_without_from_is_refused(here: Path) -> None:
 
 def test_a_dry_run_writes_nothing_and_json_holds_what_is_left(here: Path) -> None:
     """All views of the plan work for it."""
-    result = read("FiLM", "dense_modules", "--dry-run", "--json")
+    result = read("PrototypeHead", "dense_modules", "--dry-run", "--json")
     assert result.exit_code == 0, result.output
     plan = json.loads(result.output)
     assert not plan["written"]
     assert plan["template"] == "dense"
-    assert plan["options"]["dense"] == "dense_modules:FiLM"
-    (left,) = plan["left"]
-    assert left.startswith("`self.project(condition).chunk(2, dim=-1)` in forward")
+    assert plan["options"]["dense"] == "dense_modules:PrototypeHead"
+    assert plan["left"] == ["log_temperature: whole on every rank"]
     assert contents(here) == {}
 
 
@@ -425,7 +456,7 @@ def test_a_class_that_changed_is_read_again_on_demand(here: Path) -> None:
     (here / "my_heads.py").write_text(changed, "utf-8")
     assert "nothing to write" in generate("new-layer", "ParallelHead")
     assert "  update     parallel_head.py" in generate(*words)
-    assert "at=-1) * 2" in (here / "parallel_head.py").read_text("utf-8")
+    assert "@ self.weight.T * 2\n" in (here / "parallel_head.py").read_text("utf-8")
     # The header says what to read where the lock is lost.
     (here / ".torchshard" / "lock.json").unlink()
     before = (here / "parallel_head.py").read_bytes()
