@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchshard.distributed import collectives
 from torchshard.distributed.groups import GroupLike
-from torchshard.initializer import Given, Kept
+from torchshard.initializer import Kept
 from torchshard.layer.base import ParallelLayer
 from torchshard.layer.declaration import ParameterSpec
 from torchshard.layout import Axis, Shard, Whole
@@ -88,43 +88,44 @@ class MarkedLayer(ParallelLayer):
         for name, buffer in dense._buffers.items():
             is_kept = name not in dense._non_persistent_buffers_set
             self.register_buffer(name, buffer, persistent=is_kept)
-        self._take_over_parameters(dense._parameters, divided)
+        cut = {
+            name: parameter
+            for name, parameter in dense._parameters.items()
+            if parameter is not None and name in divided
+        }
+        for name, parameter in dense._parameters.items():
+            if name not in cut:
+                self._hold_whole(name, parameter)
+        self._declare_cut(cut, divided)
+        held = dict(self._parameters)
+        self._parameters.clear()
+        self._parameters.update({name: held[name] for name in dense._parameters})
 
-    def _take_over_parameters(
-        self, parameters: Mapping[str, nn.Parameter | None], divided: Mapping[str, int]
+    def _hold_whole(self, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            spec = ParameterSpec(tuple(parameter.shape), Whole(), Kept())
+            self._specs[name] = spec.placed(name, None)
+        self.register_parameter(name, parameter)
+
+    def _declare_cut(
+        self, cut: Mapping[str, nn.Parameter], divided: Mapping[str, int]
     ) -> None:
-        cut: dict[str, nn.Parameter] = {}
-        for name, parameter in parameters.items():
-            if parameter is not None and name in divided:
-                cut[name] = parameter
-                continue
-            if parameter is not None:
-                spec = ParameterSpec(tuple(parameter.shape), Whole(), Kept())
-                self._specs[name] = spec.placed(name, None)
-            self.register_parameter(name, parameter)
-        example = next(iter(cut.values()), None)
+        specs = {
+            name: ParameterSpec(tuple(whole.shape), Shard(divided[name], name), Kept())
+            for name, whole in cut.items()
+        }
         self.declare(
             axes={
                 name: Axis(whole.shape[divided[name]]) for name, whole in cut.items()
             },
-            parameters={
-                name: ParameterSpec(
-                    tuple(whole.shape),
-                    Shard(divided[name], name),
-                    Given(whole.detach()),
-                )
-                for name, whole in cut.items()
-            },
+            parameters=specs,
             inputs={},
             output=Whole(),
-            device=None if example is None else example.device,
-            dtype=None if example is None else example.dtype,
+            device="meta",  # what is held comes next
         )
         for name, whole in cut.items():
-            self.tensor_of(name).requires_grad_(whole.requires_grad)
-        held = dict(self._parameters)
-        self._parameters.clear()
-        self._parameters.update({name: held[name] for name in parameters})
+            own = self.own_state(name, name, whole.detach())
+            self.set_tensor(name, nn.Parameter(own, whole.requires_grad))
 
     def local_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the dense forward, with divided parameters marked."""
