@@ -9,7 +9,7 @@ from torch import nn
 
 from .constructor import Constructor
 from .division import Division
-from .source import Method
+from .source import Method, is_code
 
 
 def constructor_text(
@@ -38,7 +38,7 @@ def constructor_text(
         is_strict = all(division.present(one) == division.modules for one in modules)
         options = "group=self.group" if is_strict else "group=self.group, strict=False"
         lines.append(f"ts.parallelize(self, {_quoted(division.modules)}, {options})")
-    names = plain_attributes(modules[0], methods)
+    names = class_attributes(type(modules[0]), methods)
     lines += [f"self.{name} = dense.{name}" for name in names]
     body = "".join(f"    {line}\n" for line in lines)
     return f"def __init__({constructor.parameters}) -> None:\n{body}"
@@ -49,15 +49,13 @@ def _quoted(values: Mapping[str, object]) -> str:
     return repr(dict(values)).replace("'", '"')
 
 
-def plain_attributes(module: nn.Module, methods: Iterable[Method]) -> list[str]:
-    """What the methods read of `module` that is neither tensor, module nor method."""
-    methods = list(methods)
+def class_attributes(owner: type, methods: Iterable[Method]) -> list[str]:
+    """What the methods read of the class that is no code: numbers, texts."""
     reads = {name for method in methods for name in method.own_reads}
-    held = {*module._modules, *module._parameters, *module._buffers}
-    carried = {method.name for method in methods}
-    ours = {"training", *dir(ts.MarkedLayer)}
     return sorted(
-        name for name in reads - held - carried - ours if hasattr(module, name)
+        name
+        for name in reads - {*dir(ts.MarkedLayer)}
+        if hasattr(owner, name) and not is_code(owner, name)
     )
 
 

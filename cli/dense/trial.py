@@ -7,20 +7,21 @@ nothing here; shapes and marks do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchshard as ts
 from torch import Tensor, nn
+from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torchshard.distributed import ops
 from torchshard.distributed.moves import move
 from torchshard.tensor import whole_shape
 
-from .declaration import plain_attributes
+from .declaration import class_attributes
 from .division import Division, Outcome, Rejected
 from .sample import Sample, tensors_in
 from .source import Method, function_of
@@ -65,7 +66,11 @@ def try_out(
         try:
             layer = _built(owner, methods, sample, division, group)
             expected = tensors_in(sample.build(owner)(*sample.draw()))
-            with _counted(outcome), _no_own_backward(), _Watch(layer, outcome):
+            with ExitStack() as stack:
+                for owner_and_name in _WITHOUT_MARKS:
+                    stack.enter_context(_without_shards(*owner_and_name))
+                stack.enter_context(_counted(outcome))
+                stack.enter_context(_Watch(layer, outcome))
                 output = tensors_in(layer(*sample.draw()))
         except Rejected:
             raise
@@ -93,7 +98,7 @@ def _built(
     kind: Callable[..., ts.MarkedLayer] = type("Trial", (ts.MarkedLayer,), members)
     layer, dense = kind(group), sample.build(owner)
     layer.take_over(dense, division.parameters)
-    for name in plain_attributes(dense, methods):
+    for name in class_attributes(owner, methods):
         setattr(layer, name, getattr(dense, name))
     ts.parallelize(layer, division.present(dense), group=group)
     return layer
@@ -135,7 +140,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         values = (args, kwargs or {})
         if isinstance(func, _PAST_TYPES):
-            _expect_no_shard(func, values)
+            _expect_no_shard(getattr(func, "__name__", str(func)), values)
         if not self.depth and func not in _HARMLESS:
             self._expect_marked(func, values)
         return self.outcome.note(func(*args, **(kwargs or {})))
@@ -148,29 +153,34 @@ class _Watch(TorchFunctionMode):
             raise Rejected(f"its {read[0]} is read as if it were whole")
 
 
-def _expect_no_shard(function: Any, values: Any) -> None:
-    leaves = tree_leaves(values)
-    if any(isinstance(value, ts.ShardedTensor) for value in leaves):
-        name = getattr(function, "__name__", function)
+def _expect_no_shard(name: str, values: Any) -> None:
+    if any(isinstance(value, ts.ShardedTensor) for value in tree_leaves(values)):
         raise Rejected(f"{name} computes with shards past torch's functions")
 
 
 @contextmanager
-def _no_own_backward() -> Iterator[None]:
-    """Refuse shards for functions with a backward of their own, which see plain tensors."""
-    before = torch.autograd.Function.__dict__["apply"]
+def _without_shards(owner: Any, name: str) -> Iterator[None]:
+    """Refuse shards for a function that hands on tensors without their marks."""
+    before = vars(owner)[name]
+    function = getattr(before, "__func__", before)
 
-    def apply(kind: Any, *args: Any, **named: Any) -> Any:
-        _expect_no_shard(kind, (args, named))
-        return before.__func__(kind, *args, **named)
+    def checked(*args: Any, **named: Any) -> Any:
+        _expect_no_shard(getattr(args[0], "__name__", name), (args, named))
+        return function(*args, **named)
 
-    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010  # typed
+    setattr(owner, name, checked if function is before else classmethod(checked))
     try:
         yield
     finally:
-        setattr(torch.autograd.Function, "apply", before)  # noqa: B010  # typed
+        setattr(owner, name, before)
 
 
+_WITHOUT_MARKS = (
+    (torch.autograd.Function, "apply"),
+    (vmap, "_create_batched_inputs"),
+    (eager_transforms, "_wrap_all_tensors"),
+)
+"""Where a backward of one's own, torch.vmap and torch.func take their tensors."""
 _PAST_TYPES = (
     torch.jit.ScriptFunction,
     torch._C.ScriptMethod,

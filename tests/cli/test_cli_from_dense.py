@@ -39,16 +39,19 @@ ODD_AND_PROVED = [
     "Attention",
     "Branches",
     "Buffers",
+    "Checkpointed",
     "Convolution",
     "FromFactories",
     "GroupedConvolution",
     "ObjectDefaults",
     "Opaque",
+    "OptionalParts",
     "Properties",
     "ReadFromOutside",
     "SameName",
     "Sequence",
     "Tied",
+    "Transformed",
 ]
 
 
@@ -361,6 +364,11 @@ def test_shard_of_a_layer_inside_says_how_that_is_divided(here: Path) -> None:
             "torch.nn:MultiheadAttention",
             ["--shard", "in_proj_weight=1"],
             "a MultiheadAttention is divided by heads",
+        ),
+        (
+            "odd_dense_modules:Transformed",
+            ["--shard", "weight=0"],
+            "computes with shards past torch's functions",
         ),
         (
             "odd_dense_modules:Opaque",

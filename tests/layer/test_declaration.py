@@ -226,6 +226,7 @@ class DenseMixture(nn.Module):
         self.register_parameter("bias", None)
         self.scale = nn.Parameter(torch.randn(()))
         self.norm = nn.LayerNorm(7)
+        self.sizes, self.extra, self.dim = (5, 7), None, 3
         self.register_buffer("mean", torch.randn(7))
         self.register_buffer("mask", torch.ones(5), persistent=False)
 
@@ -251,6 +252,7 @@ def takes_over_what_a_dense_module_holds():
     assert layer.gain.dtype == torch.float64
     assert layer.bias is None
     assert not layer.weight.requires_grad
+    assert (layer.sizes, layer.extra, layer.dim) == ((5, 7), None, None)
     assert "mask" in dict(layer.named_buffers())
     torch.manual_seed(0)  # rank 0's values are everybody's
     expected = DenseMixture().state_dict()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchshard.distributed import collectives
 from torchshard.distributed.groups import GroupLike
 from torchshard.initializer import Kept
@@ -58,7 +58,8 @@ class MarkedLayer(ParallelLayer):
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
-        if not self.__dict__.get("_marks"):
+        # In backward, it is a checkpoint that runs the forward's code again.
+        if not (self.__dict__.get("_marks") or _is_in_backward()):
             return value
         spec = self.__dict__["_specs"].get(name)
         if spec is None or spec.ranges is None or value is None:
@@ -67,12 +68,18 @@ class MarkedLayer(ParallelLayer):
         shared = self.shared(name) if spec.grad == "overlapping" else value
         return mark(shared.view_as(shared), sharding)
 
+    def tensor_of(self, name: str) -> Tensor:
+        """Return the local tensor itself, unmarked, inside the forward too."""
+        path, _, leaf = name.rpartition(".")
+        part = self.get_submodule(path)
+        return cast(Tensor, (part._parameters | part._buffers)[leaf])
+
     def take_over(self, dense: nn.Module, divided: Mapping[str, int]) -> None:
         """Hold what `dense` holds, in its order, and declare that. Called once, as `declare`.
 
         Its values become rank 0's on every rank. Modules, buffers and whole parameters are
         the same objects, which others may share; of divided parameters each rank keeps its
-        part.
+        part. Other attributes are taken over where the layer has none of the name.
 
         Args:
             dense: A module, built whole.
@@ -88,6 +95,9 @@ class MarkedLayer(ParallelLayer):
         for name, buffer in dense._buffers.items():
             is_kept = name not in dense._non_persistent_buffers_set
             self.register_buffer(name, buffer, persistent=is_kept)
+        for name, value in vars(dense).items():
+            if not hasattr(self, name):
+                setattr(self, name, value)
         cut = {
             name: parameter
             for name, parameter in dense._parameters.items()
@@ -138,3 +148,7 @@ class MarkedLayer(ParallelLayer):
     @abstractmethod
     def dense_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output as the dense layer does."""
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
