@@ -6,6 +6,7 @@
     division    which parameters are divided, and how
     declaration what the generated constructor does of that
     trial       one run, as generated, on a make-believe group of ranks
+    asked       what --shard says
     choice      which parameters to divide: the best of the trials
     imports, text, remarks      pieces of the generated file
     reading     all of it as plain JSON, from which the template renders

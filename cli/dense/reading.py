@@ -18,10 +18,11 @@ from torch.nn.utils import parametrize
 
 from ..errors import UsageError
 from . import text
-from .choice import Chosen, choose, parsed_shards, split_asked
+from .asked import parsed_shards, split_asked, ways_asked
+from .choice import Chosen, choose
 from .constructor import Constructor, read_constructor
 from .declaration import constructor_text, first_dims, held
-from .division import Rejected
+from .division import Rejected, items_of
 from .imports import imports, is_local
 from .remarks import remarks
 from .sample import Sample, find_samples
@@ -196,12 +197,13 @@ def _chosen(
     samples: Sequence[Sample],
     asked: dict[str, int | None],
 ) -> Chosen:
+    module = samples[0].build(owner)
     reads_all = any(method.own_reads & _READS_ALL for method in methods)
+    items = items_of(module, own_allowed=not reads_all)
     with make_believe_groups() as groups:
         return choose(
-            samples[0].build(owner),
-            asked,
-            not reads_all,
+            items,
+            ways_asked(module, items, asked, groups[0]),
             groups,
             lambda division, group: try_out(owner, methods, samples, division, group),
         )
@@ -227,7 +229,7 @@ def _as_json(found: _Found) -> dict[str, Any]:
             *(methods or [text.stub(name, found.problem)]),
         ],
         "remarks": left,
-        "rule": text.rule(is_asked=found.is_asked),
+        "is_asked": found.is_asked,
         **_test(found),
     }
 

@@ -14,17 +14,6 @@ from .sample import Sample
 WIDTH = 88
 
 
-def rule(*, is_asked: bool) -> list[str]:
-    """How the division was chosen, as lines of a class's docstring."""
-    words = (
-        "A first division of its parameters, by rule: as much as possible is computed with in"
-        " shards, and of the ways to do so the one with the fewest collectives is taken."
-    )
-    if is_asked:
-        words += " Some of it was asked for."
-    return textwrap.wrap(f"{words} What each rank holds:", WIDTH - 4)
-
-
 def wrapped(sentences: Sequence[str]) -> list[str]:
     """The sentences as items of a list in a class's docstring."""
     return [
