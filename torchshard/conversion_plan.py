@@ -86,7 +86,7 @@ def plan_conversion(
     Raises:
         LayoutError: If a rule names a module that cannot be divided so.
     """
-    classes = _classes_by_dense(layers)
+    classes = classes_by_dense(layers)
     found = ConversionPlan(unused=list(plan))
     for module, paths in modules_by_paths(model):
         rules = {}
@@ -148,9 +148,14 @@ def _inside(path: str, conversions: list[Conversion]) -> str | None:
     return next((shown_name(name) for name in inside), None)
 
 
-def _classes_by_dense(
-    layers: Iterable[LayerClass] | None,
+def classes_by_dense(
+    layers: Iterable[LayerClass] | None = None,
 ) -> dict[type[nn.Module], LayerClass]:
+    """Return the sharded class of each dense one: the zoo's, and those in `layers`.
+
+    Raises:
+        LayoutError: If one of `layers` stands for no dense class.
+    """
     import layer_zoo
 
     known = [getattr(layer_zoo, name) for name in layer_zoo.__all__]

@@ -6,7 +6,7 @@ The lock keeps it, so that neither `check` nor `update` imports a person's modul
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +17,17 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..errors import UsageError
-from . import carry, products, text
-from .choice import Chosen, choose, parsed_shards
+from . import text
+from .asked import parsed_shards, split_asked, ways_asked
+from .choice import Chosen, choose
 from .constructor import Constructor, read_constructor
-from .declaration import attributes, axes, divided, first_dims, held, shard, typical
-from .division import Division, Rejected
-from .imports import OURS, PRODUCTS, imports, is_local, used_products
+from .declaration import constructor_text, first_dims, held
+from .division import Rejected, items_of
+from .imports import imports, is_local
 from .remarks import remarks
 from .sample import Sample, find_samples
 from .source import Method, carried_methods
-from .trial import FIRST_SIZE, OTHER_SIZES, make_believe_group, try_out
+from .trial import make_believe_groups, try_out
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,17 @@ def read_dense(
         return _read(owner, module, constructor, asked, (arguments, inputs))
 
 
+def read_split(owner: type[nn.Module], shards: Sequence[str]) -> str:
+    """The split of a class that has a finished layer, as `--shard` asks for it.
+
+    Raises:
+        UsageError: If none does what is asked for.
+    """
+    part = find_samples(owner, "", "")[0].build(owner)
+    with make_believe_groups() as groups:
+        return split_asked(part, parsed_shards(shards), groups[0])
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Compute without threads, which cost more than small tensors take."""
@@ -78,19 +90,20 @@ def _one_thread() -> Iterator[None]:
 
 def _read(
     owner: type[nn.Module],
-    module: str,
+    module_name: str,
     constructor: Constructor,
     asked: dict[str, int | None],
     given: tuple[str, str],
 ) -> dict[str, Any]:
     samples = find_samples(owner, *given)
-    if not any(True for _ in samples[0].build(owner).parameters()):
+    module = samples[0].build(owner)
+    if not any(True for _ in module.parameters()):
         raise UsageError(
             f"{owner.__name__} has no parameters, so there is nothing to divide; it takes"
             " shards as it is, as far as torchshard has rules for what it calls"
         )
     methods, problem = _methods(owner)
-    hidden = _module_problem(samples[0].build(owner))
+    hidden = _module_problem(module)
     if hidden:
         methods, problem = [], hidden
     chosen = None
@@ -101,7 +114,14 @@ def _read(
             methods, problem = [], f"carried over, it does not run: {error}"
     return _as_json(
         _Found(
-            owner, module, constructor, samples, methods, chosen, problem, bool(asked)
+            owner,
+            module_name,
+            constructor,
+            samples,
+            methods,
+            chosen,
+            problem,
+            bool(asked),
         )
     )
 
@@ -123,7 +143,7 @@ def _expect_dense(owner: type) -> None:
 def _methods(owner: type) -> tuple[list[Method], str]:
     """The methods to carry over; none, and why, if that cannot be done."""
     try:
-        methods = carried_methods(owner, ts.ParallelLayer)
+        methods = carried_methods(owner, ts.MarkedLayer)
         for method in methods:
             _expect_carriable(method)
     except UsageError as error:
@@ -138,29 +158,18 @@ def _expect_carriable(method: Method) -> None:
             f"{method.name} calls super(), whose code does not know of shards; write out"
             " what it does"
         )
-    bound = {
-        node.id
-        for node in ast.walk(method.tree)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    taken = bound & (set(OURS) | set(PRODUCTS))
-    if taken:
-        raise UsageError(
-            f"{method.name} has a variable '{min(taken)}', which generated code uses for"
-            " something else; give it another name"
-        )
     clashes = (method.own_reads & _taken_names()) - {"training"}
     if clashes:
         raise UsageError(
-            f"{method.name} reads self.{min(clashes)}, a name that ParallelLayer uses for"
+            f"{method.name} reads self.{min(clashes)}, a name that MarkedLayer uses for"
             " something else; give it another name"
         )
 
 
 def _taken_names() -> set[str]:
-    """What ParallelLayer adds to nn.Module, as a class and in each layer."""
-    in_layers = set(ts.ParallelLayer.__init__.__code__.co_names)
-    return (set(dir(ts.ParallelLayer)) - set(dir(nn.Module))) | in_layers
+    """What a MarkedLayer has and an nn.Module has not."""
+    kind = type("Empty", (ts.MarkedLayer,), {"dense_forward": nn.Module.forward})
+    return set(dir(kind())) - set(dir(nn.Module()))
 
 
 def _module_problem(module: nn.Module) -> str:
@@ -178,24 +187,8 @@ def _module_problem(module: nn.Module) -> str:
     return ""
 
 
-_OPAQUE = ("parameters", "named_parameters", "state_dict", "_parameters", "__dict__")
-
-
-def _reads_all(methods: Iterable[Method]) -> bool:
-    """Whether the code looks at the parameters of its own otherwise than by their names."""
-    for method in methods:
-        first = method.first_argument
-        dotted = set()
-        for node in ast.walk(method.tree):
-            if isinstance(node, ast.Attribute):
-                dotted.add(id(node.value))
-                if node.attr in _OPAQUE:
-                    return True
-        for node in ast.walk(method.tree):
-            is_self = isinstance(node, ast.Name) and node.id == first
-            if is_self and id(node) not in dotted:
-                return True
-    return False
+_READS_ALL = {"parameters", "named_parameters", "state_dict", "_parameters", "__dict__"}
+"""What a forward may read of itself that hands out shards without their mark."""
 
 
 def _chosen(
@@ -205,90 +198,49 @@ def _chosen(
     asked: dict[str, int | None],
 ) -> Chosen:
     module = samples[0].build(owner)
-    with make_believe_group(FIRST_SIZE) as group:
-        shapes = try_out(owner, methods, samples, Division(), group).shapes
-        chosen = choose(
-            module,
-            asked,
-            not _reads_all(methods),
-            lambda division: try_out(owner, methods, samples, division, group, shapes),
+    reads_all = any(method.own_reads & _READS_ALL for method in methods)
+    items = items_of(module, own_allowed=not reads_all)
+    with make_believe_groups() as groups:
+        return choose(
+            items,
+            ways_asked(module, items, asked, groups[0]),
+            groups,
+            lambda division, group: try_out(owner, methods, samples, division, group),
         )
-    for size in OTHER_SIZES:
-        with make_believe_group(size) as group:
-            try_out(
-                owner, methods, samples, chosen.division, group, shapes, chosen.outcome
-            )
-    return chosen
 
 
 def _as_json(found: _Found) -> dict[str, Any]:
-    owner, samples, chosen = found.owner, found.samples, found.chosen
-    modules = [sample.build(owner) for sample in samples]
-    parameters = chosen.division.parameters if chosen else first_dims(modules[0])
-    shards = [
-        shard(name, dim, modules, found.constructor, samples[0])
-        for name, dim in parameters.items()
-    ]
-    left = remarks(samples[0], modules[0], found.methods, chosen, found.problem)
-    return {
-        "attributes": attributes(modules, found.methods, parameters),
-        "axes": list(axes(shards)),
-        "dense": owner.__name__,
-        "divided": divided(chosen),
-        "held": list(held(modules[0], chosen, parameters)),
-        "left": text.wrapped(left),
-        "remarks": left,
-        "rule": text.rule(is_asked=found.is_asked),
-        "shards": shards,
-        "typical": typical(shards),
-        **_code(found, shards),
-        **_test(found),
-    }
-
-
-def _code(found: _Found, shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The code of the layer: its imports, its constructor's call, its methods."""
-    name, constructor = found.owner.__name__, found.constructor
-    texts = [text.stub(name, found.problem)]
-    if found.chosen:
-        texts = [_method_text(one, found.chosen, shards) for one in found.methods]
-    used = used_products("\n".join(texts))
-    lines = imports(
-        found.owner, found.module, constructor, found.methods, texts, used, bool(shards)
+    owner, chosen, name = found.owner, found.chosen, found.owner.__name__
+    modules = [sample.build(owner) for sample in found.samples]
+    division = chosen.division if chosen else first_dims(modules[0])
+    left = remarks(found.samples[0], modules[0], chosen, found.problem)
+    constructor = constructor_text(
+        name, found.constructor, division, modules, found.methods
     )
-    taken = ["self", *constructor.parameters]
+    methods = [text.method(method.text) for method in found.methods]
+    lines = imports(owner, found.module, found.constructor, found.methods)
     return {
-        "build": text.fitted(f"dense = {name}(", constructor.call, ")", 8),
+        "dense": name,
+        "held": held(modules[0], division),
         "imports": text.import_blocks(lines, is_local),
-        "methods": texts,
-        "products": text.sources(products, used),
-        "signature": text.fitted("def __init__(", taken, ") -> None:", 4),
+        "left": text.wrapped(left),
+        "methods": [
+            text.method(constructor),
+            *(methods or [text.stub(name, found.problem)]),
+        ],
+        "remarks": left,
+        "is_asked": found.is_asked,
+        **_test(found),
     }
 
 
 def _test(found: _Found) -> dict[str, Any]:
     """The code of the test: what it compares with, and its cases."""
     fed = [value for sample in found.samples for value in sample.inputs]
+    drawn = {type(value).__name__ for value in fed} & {"Floats", "Integers"}
     return {
         "cases": [text.case(found.owner.__name__, one) for one in found.samples],
-        "inputs": sorted({type(value).__name__ for value in fed if _is_drawn(value)}),
+        "inputs": sorted(drawn),
         "is_local": is_local(found.module),
         "module": found.module,
     }
-
-
-def _is_drawn(value: Any) -> bool:
-    return type(value).__name__ in ("Floats", "Integers")
-
-
-def _method_text(
-    method: Method, chosen: Chosen, shards: Sequence[dict[str, Any]]
-) -> str:
-    """A method as it is carried over, formatted where ruff is installed."""
-    reads = [one for one in shards if one["name"] in method.own_reads]
-    changes = chosen.outcome.changes[method.name]
-    changed = carry.changed(method, changes, [one["name"] for one in reads])
-    lines = [
-        text.own_shard(carry.local_name(method, one["name"]), one) for one in reads
-    ]
-    return text.method(changed, lines)

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from .carry import place_of
 from .choice import Chosen
 from .sample import Sample
-from .source import Method
-
-_LONGEST = 60
 
 
 def remarks(
     sample: Sample,
     module: nn.Module,
-    methods: Sequence[Method],
     chosen: Chosen | None,
     problem: str,
 ) -> list[str]:
     """Sentences, each on one thing; none if the rule covers all of the layer."""
     if chosen is None:
-        return [f"write local_forward: {problem}"]
+        return [f"write dense_forward: {problem}"]
     return [
         *_undivided(module, chosen),
-        *_gathered(methods, chosen),
         *_overridden(type(module)),
         *_dropout(module),
         *_output(module(*sample.draw())),
@@ -39,32 +32,20 @@ def _undivided(module: nn.Module, chosen: Chosen) -> Iterator[str]:
     divided = chosen.division
     if not divided.modules and not divided.parameters:
         yield "nothing is divided: no division of its parameters could be computed with"
-        return
     for path, part in module.named_modules():
+        if any(f"{path}.".startswith(f"{one}.") for one in divided.modules):
+            continue
         own = [name for name, _ in part.named_parameters(recurse=False)]
-        if path:
-            if not own or any(
-                f"{path}.".startswith(f"{one}.") for one in divided.modules
-            ):
-                continue
-            names = ", ".join(f"{path}.{name}" for name in own)
-            yield f"{names}: whole on every rank ({type(part).__name__})"
-        else:
-            whole = [name for name in own if name not in divided.parameters]
-            if whole:
-                yield f"{', '.join(whole)}: whole on every rank"
-
-
-def _gathered(methods: Sequence[Method], chosen: Chosen) -> Iterator[str]:
-    for method in methods:
-        changes = chosen.outcome.changes[method.name]
-        for node in ast.walk(method.tree):
-            if isinstance(node, ast.expr) and place_of(node) in changes:
-                change = changes[place_of(node)]
-                if change.kind == "gather":
-                    code = " ".join(ast.unparse(node).split())
-                    short = code if len(code) <= _LONGEST else f"{code[:_LONGEST]}..."
-                    yield f"`{short}` in {method.name} gathers a shard first: no rule divides it"
+        whole = [name for name in own if path or name not in divided.parameters]
+        if whole:
+            names = ", ".join(f"{path}.{name}".lstrip(".") for name in whole)
+            kind = f" ({type(part).__name__})" if path else ""
+            reasons = [chosen.reasons.get(path or name) for name in whole]
+            why = next(
+                (f"; it cannot be divided: {reason}" for reason in reasons if reason),
+                "",
+            )
+            yield f"{names}: whole on every rank{kind}{why}"
 
 
 _NOT_CARRIED = (

@@ -24,14 +24,12 @@ class Method:
         name: Its name.
         text: Its source, decorators included, not indented.
         tree: The source, parsed.
-        scope: The globals that it sees.
-        module: Name of the module that it is written in; empty if it is our own text.
+        module: Name of the module that it is written in.
     """
 
     name: str
     text: str
     tree: ast.FunctionDef
-    scope: dict[str, Any]
     module: str
 
     @property
@@ -57,20 +55,19 @@ class Method:
         return args[0].arg if args and not is_static else ""
 
 
-_SEQUENCE = """\
-def forward(self, input: Tensor) -> Tensor:
-    for module in self._modules.values():
-        input = module(input)
-    return input
-"""
-"""What nn.Sequential computes, for a class that cannot be iterated over as one."""
+class _Sequence(nn.Module):
+    """What nn.Sequential computes, for a class that cannot be iterated over as one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        for module in self._modules.values():
+            input = module(input)  # type: ignore[misc]
+        return input
 
 
-def _in_sequence() -> Method:
-    tree = ast.parse(_SEQUENCE).body[0]
-    assert isinstance(tree, ast.FunctionDef)
-    scope = {"Tensor": Tensor}
-    return Method("forward", _SEQUENCE, tree, scope, "")
+def function_of(owner: type, name: str) -> Any:
+    """What `owner`, or a base of it, holds under `name`: a function, or what wraps one."""
+    found = inspect.getattr_static(owner, name)
+    return _Sequence.forward if found is nn.Sequential.forward else found
 
 
 def method_of(owner: type, name: str) -> Method:
@@ -79,10 +76,7 @@ def method_of(owner: type, name: str) -> Method:
     Raises:
         UsageError: If its source cannot be read.
     """
-    found = inspect.getattr_static(owner, name)
-    if found is nn.Sequential.forward:
-        return _in_sequence()
-    function = _function(found)
+    function = _unwrapped(function_of(owner, name))
     where = f"{owner.__name__}.{name}"
     try:
         text = textwrap.dedent(inspect.getsource(function))
@@ -100,12 +94,11 @@ def method_of(owner: type, name: str) -> Method:
         name=name,
         text=text.rstrip() + "\n",
         tree=tree,
-        scope=function.__globals__,
         module=function.__module__,
     )
 
 
-def _function(found: Any) -> Callable[..., Any]:
+def _unwrapped(found: Any) -> Callable[..., Any]:
     """The function behind what a class holds under a name."""
     if isinstance(found, staticmethod | classmethod):
         found = found.__func__

@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
 from typing import Any
 
 from .sample import Sample
 
 WIDTH = 88
-
-
-def fitted(head: str, items: Sequence[str], tail: str, indent: int) -> str:
-    """`head`, `items` and `tail` on one line, or on several as ruff breaks them."""
-    space, inner = " " * indent, " " * (indent + 4)
-    line = f"{space}{head}{', '.join(items)}{tail}"
-    if len(line) <= WIDTH:
-        return line
-    middle = f"{inner}{', '.join(items)}"
-    is_splat = any(item.startswith("**") for item in items)
-    if len(middle) <= WIDTH and not head.startswith("def "):
-        return f"{space}{head}\n{middle}\n{space}{tail}"
-    comma = "" if is_splat and head.startswith("def ") else ","
-    rows = [f"{inner}{item},\n" for item in items[:-1]]
-    return f"{space}{head}\n{''.join(rows)}{inner}{items[-1]}{comma}\n{space}{tail}"
-
-
-def rule(*, is_asked: bool) -> list[str]:
-    """How the division was chosen, as lines of a class's docstring."""
-    words = (
-        "A first division of its parameters, by rule: as much as possible is computed with in"
-        " shards, and of the ways to do so the one with the fewest collectives is taken."
-    )
-    if is_asked:
-        words += " Some of it was asked for."
-    return textwrap.wrap(f"{words} What each rank holds:", WIDTH - 4)
 
 
 def wrapped(sentences: Sequence[str]) -> list[str]:
@@ -60,66 +32,33 @@ def formatted(code: str) -> str:
     return result.stdout if result.returncode == 0 else code
 
 
-def sources(module: ModuleType, names: Iterable[str]) -> str:
-    """The source of functions of `module`, two lines apart."""
-    found = [inspect.getsource(getattr(module, name)).strip() for name in names]
-    return "\n\n\n".join(found)
-
-
-def method(code: str, lines: Sequence[str]) -> str:
-    """A method of the generated class: `code` with `lines` in front of its first statement."""
+def method(code: str) -> str:
+    """A method of the generated class; `forward` becomes the dense forward."""
     if _shares_a_line(code):
         code = ast.unparse(ast.parse(code)) + "\n"
-    tree = _function(code)
-    first = tree.body[0]
-    if ast.get_docstring(tree) and len(tree.body) > 1:
-        first = tree.body[1]
-    rows = code.splitlines(keepends=True)
-    place = first.lineno - 1
-    while rows[place - 1].lstrip().startswith("#"):
-        place -= 1
-    given = [f"{textwrap.indent(line, ' ' * first.col_offset)}\n" for line in lines]
-    code = "".join([*rows[:place], *given, *rows[place:]])
-    if tree.name == "forward":
-        code = code.replace("def forward(", "def local_forward(", 1)
+    code = code.replace("def forward(", "def dense_forward(", 1)
     in_class = formatted(f"class A:\n{textwrap.indent(code, '    ')}")
     return in_class.partition("\n")[2].strip("\n")
 
 
-def _function(code: str) -> ast.FunctionDef:
-    tree = ast.parse(code).body[0]
-    assert isinstance(tree, ast.FunctionDef)
-    return tree
-
-
 def _shares_a_line(code: str) -> bool:
     """Whether the first statement stands behind the colon of the `def`."""
-    first = _function(code).body[0]
+    function = ast.parse(code).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    first = function.body[0]
     line = code.splitlines()[first.lineno - 1].encode()
     return bool(line[: first.col_offset].strip())
-
-
-def own_shard(local: str, shard: dict[str, Any]) -> str:
-    """The statement that reads a divided parameter, marked as the shard that it is."""
-    name, dim = shard["name"], shard["dim"]
-    call = (
-        f"ts.ShardedTensor.from_local(self.{name}, {dim},"
-        f' ranges=self.ranges_of("{name}"), group=self.group)'
-    )
-    if not shard["is_optional"]:
-        return f"{local} = {call}"
-    return f"{local} = None\nif self.{name} is not None:\n    {local} = {call}"
 
 
 def stub(dense: str, problem: str) -> str:
     """A forward that says what is left to write."""
     words = f"the forward of {dense} was not carried over: {problem}"
     code = (
-        "def local_forward(self, *args: Any, **kwargs: Any) -> Any:\n"
-        f'    """To be written: what {dense}.forward computes, on shards."""\n'
+        "def dense_forward(self, *args: Any, **kwargs: Any) -> Any:\n"
+        f'    """To be written: what {dense}.forward computes."""\n'
         f"    raise NotImplementedError({_strings(words)})\n"
     )
-    return method(code, [])
+    return method(code)
 
 
 def _strings(words: str) -> str:

@@ -1,42 +1,43 @@
 """One run of a dense class divided in some way, on a group of ranks that is make-believe.
 
-Values mean nothing here; shapes and marks do.
+It is the generated layer that runs: what the engine has no rule for raises. Values mean
+nothing here; shapes and marks do.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torchshard as ts
 from torch import Tensor, nn
+from torch._functorch import eager_transforms, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torchshard.distributed import ops
 from torchshard.distributed.moves import move
 from torchshard.tensor import whole_shape
 
-from .division import Division, Outcome, Rejected, Shapes
+from .declaration import class_attributes
+from .division import Division, Outcome, Rejected
 from .sample import Sample, tensors_in
-from .sites import Instrumented, Sites
-from .source import Method, is_code
+from .source import Method, function_of
 
-FIRST_SIZE = 3
-"""Ranks in the trials that choose: few sizes divide by three, so that what may be cut is."""
-OTHER_SIZES = (2, 4)
-"""Ranks on which what was chosen must work too."""
+_SIZES = (3, 2, 4)
+"""Ranks that are tried; few sizes divide by three, so that what may be cut is cut first."""
 
 
 @contextmanager
-def make_believe_group(size: int) -> Iterator[ts.ShardGroup]:
-    """Be rank 0 of `size`, of which the others do not exist."""
+def make_believe_groups() -> Iterator[Sequence[ts.ShardGroup]]:
+    """Be rank 0 of groups of several sizes, in which nobody else exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    store = FakeStore()
-    dist.init_process_group("fake", rank=0, world_size=size, store=store)
+    dist.init_process_group("fake", rank=0, world_size=max(_SIZES), store=FakeStore())
     try:
-        yield ts.ShardGroup(dist.group.WORLD)
+        yield [ts.ShardGroup(dist.new_group(list(range(size)))) for size in _SIZES]
     finally:
         dist.destroy_process_group()
 
@@ -47,8 +48,6 @@ def try_out(
     samples: Sequence[Sample],
     division: Division,
     group: ts.ShardGroup,
-    expected: Shapes | None = None,
-    outcome: Outcome | None = None,
 ) -> Outcome:
     """Run every sample, divided so.
 
@@ -57,121 +56,138 @@ def try_out(
         methods: Those to carry over.
         samples: How it is built and called.
         division: What is divided, and how.
-        group: The group of two.
-        expected: The shapes that a trial without any division gave. An operation that gives
-            another one has lost the mark of a shard.
-        outcome: That of a trial on another number of ranks, to which this one adds.
+        group: The ranks.
 
     Raises:
         Rejected: If it does not run, or its output has not the shape of the dense one.
     """
-    outcome = outcome or Outcome({method.name: {} for method in methods})
-    outcome.shapes = {}
-    kind = _trial_class(owner, methods, division, outcome, expected or {})
+    outcome = Outcome()
     for sample in samples:
         try:
-            with _counted(outcome):
-                _run(kind, owner, sample, division, group, outcome)
+            layer = _built(owner, methods, sample, division, group)
+            expected = tensors_in(sample.build(owner)(*sample.draw()))
+            with ExitStack() as stack:
+                for owner_and_name in _WITHOUT_MARKS:
+                    stack.enter_context(_without_shards(*owner_and_name))
+                stack.enter_context(_counted(outcome))
+                stack.enter_context(_Watch(layer, outcome))
+                output = tensors_in(layer(*sample.draw()))
         except Rejected:
             raise
         except Exception as error:  # anything can go wrong in a person's code
             raise Rejected(str(error)) from error
+        if [*map(whole_shape, output)] != [*map(whole_shape, expected)]:
+            raise Rejected("the output has another shape than the dense one")
     return outcome
 
 
-def _run(
-    kind: type[ts.ParallelLayer],
-    owner: type[nn.Module],
-    sample: Sample,
-    division: Division,
-    group: ts.ShardGroup,
-    outcome: Outcome,
-) -> None:
-    expected = tensors_in(sample.build(owner)(*sample.draw()))
-    layer = _built(kind, sample.build(owner), division, group)
-    outcome.storages = {
-        name: layer.tensor_of(name).untyped_storage().data_ptr() for name in layer.specs
-    }
-    output = tensors_in(layer(*sample.draw()))
-    mine, theirs = map(whole_shape, output), map(whole_shape, expected)
-    if list(mine) != list(theirs):
-        raise Rejected("the output has another shape than the dense one")
-
-
 def _built(
-    kind: Any,
-    dense: nn.Module,
+    owner: type[nn.Module],
+    methods: Sequence[Method],
+    sample: Sample,
     division: Division,
     group: ts.ShardGroup,
 ) -> ts.ParallelLayer:
     """What the generated constructor builds."""
-    present = {
-        path: split for path, split in division.modules.items() if _has(dense, path)
+    members = {
+        "dense_forward" if one.name == "forward" else one.name: function_of(
+            owner, one.name
+        )
+        for one in methods
     }
-    ts.parallelize(dense, present, group=group)
-    for path in present:
-        _guard(dense.get_submodule(path))
-    layer: ts.ParallelLayer = kind(group)
-    held = [*dense._parameters, *dense._buffers, *dense._modules]
-    for name, value in vars(dense).items():
-        if not name.startswith("_") and name != "training":
-            layer.__dict__[name] = value
-    for name in kind.class_values:
-        layer.__dict__.setdefault(name, getattr(dense, name))
-    for name in held:
-        if name in dense._parameters and name not in division.parameters:
-            layer.adopt(name, getattr(dense, name))
-        elif name not in division.parameters:
-            setattr(layer, name, getattr(dense, name))
-    specs = {
-        name: _spec(getattr(dense, name), name, dim)
-        for name, dim in division.parameters.items()
-        if name in held
-    }
-    axes = {
-        name: ts.Axis(spec.shape[division.parameters[name]])
-        for name, spec in specs.items()
-        if spec is not None
-    }
-    layer.declare(axes=axes, parameters=specs, inputs={}, output=ts.Whole())
+    kind: Callable[..., ts.MarkedLayer] = type("Trial", (ts.MarkedLayer,), members)
+    layer, dense = kind(group), sample.build(owner)
+    layer.take_over(dense, division.parameters)
+    for name in class_attributes(owner, methods):
+        setattr(layer, name, getattr(dense, name))
+    ts.parallelize(layer, division.present(dense), group=group)
     return layer
 
 
-def _has(dense: nn.Module, path: str) -> bool:
-    return any(name == path for name, _ in dense.named_modules())
+class _Watch(TorchFunctionMode):
+    """Sees the operations of a layer: counts results, and refuses what no rule would see.
+
+    That is code which reads a shard as if it were the whole parameter, and code that computes
+    with the memory of its tensors, past their types.
+    """
+
+    def __init__(self, layer: ts.ParallelLayer, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+        self.depth = 0
+        self.shards: dict[int, str] = {}
+        for path, part in layer.named_modules():
+            if isinstance(part, ts.ParallelLayer):
+                self._guard(path, part)
+
+    def _guard(self, path: str, layer: ts.ParallelLayer) -> None:
+        for name in layer.specs:
+            if layer.ranges_of(name) is not None:
+                self.shards[id(layer.tensor_of(name))] = f"{path}.{name}".lstrip(".")
+        if path:
+            layer.register_forward_pre_hook(lambda *_: self._step(1))
+            layer.register_forward_hook(lambda *_: self._step(-1))
+
+    def _step(self, by: int) -> None:
+        self.depth += by
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        values = (args, kwargs or {})
+        if isinstance(func, _PAST_TYPES):
+            _expect_no_shard(getattr(func, "__name__", str(func)), values)
+        if not self.depth and func not in _HARMLESS:
+            self._expect_marked(func, values)
+        return self.outcome.note(func(*args, **(kwargs or {})))
+
+    def _expect_marked(self, func: Callable[..., Any], values: Any) -> None:
+        """Check that no shard is read but by its layer, and by the mark's own view of it."""
+        read = [self.shards[id(v)] for v in tree_leaves(values) if id(v) in self.shards]
+        is_mark = func is torch.Tensor.view_as and "." not in "".join(read)
+        if read and not is_mark:
+            raise Rejected(f"its {read[0]} is read as if it were whole")
 
 
-def _spec(tensor: Tensor | None, name: str, dim: int) -> ts.ParameterSpec | None:
-    if tensor is None:
-        return None
-    return ts.ParameterSpec(
-        tuple(tensor.shape), ts.Shard(dim, name), ts.Given(tensor.detach())
-    )
+def _expect_no_shard(name: str, values: Any) -> None:
+    if any(isinstance(value, ts.ShardedTensor) for value in tree_leaves(values)):
+        raise Rejected(f"{name} computes with shards past torch's functions")
 
 
-def _guard(layer: nn.Module) -> None:
-    """Refuse whoever reads the shards of a divided layer from outside."""
-    kind = type(layer)
-    depth = 0
+@contextmanager
+def _without_shards(owner: Any, name: str) -> Iterator[None]:
+    """Refuse shards for a function that hands on tensors without their marks."""
+    before = vars(owner)[name]
+    function = getattr(before, "__func__", before)
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal depth
-        depth += 1
-        try:
-            return kind.forward(self, *args, **kwargs)
-        finally:
-            depth -= 1
+    def checked(*args: Any, **named: Any) -> Any:
+        _expect_no_shard(getattr(args[0], "__name__", name), (args, named))
+        return function(*args, **named)
 
-    def read(self: Any, name: str) -> Any:
-        if name in self._parameters and not depth and self.ranges_of(name) is not None:
-            raise Rejected(f"its {name} is read by other code")
-        return kind.__getattr__(self, name)
-
-    layer.__class__ = type(
-        kind.__name__, (kind,), {"forward": forward, "__getattr__": read}
-    )
+    setattr(owner, name, checked if function is before else classmethod(checked))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
+_WITHOUT_MARKS = (
+    (torch.autograd.Function, "apply"),
+    (vmap, "_create_batched_inputs"),
+    (eager_transforms, "_wrap_all_tensors"),
+)
+"""Where a backward of one's own, torch.vmap and torch.func take their tensors."""
+_PAST_TYPES = (
+    torch.jit.ScriptFunction,
+    torch._C.ScriptMethod,
+    torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
+)
+_HARMLESS = [torch.Tensor.dtype.__get__, torch.Tensor.device.__get__]  # type: ignore[attr-defined]
 _BOTH_WAYS = ("all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -186,49 +202,3 @@ def _counted(outcome: Outcome) -> Iterator[None]:
         yield
     finally:
         ops.move = move  # type: ignore[attr-defined]  # as above
-
-
-def _class_values(owner: type[nn.Module]) -> set[str]:
-    """The attributes of the class itself that are no code, `nn.Module`'s own left out."""
-    names = {name for base in owner.__mro__ for name in vars(base)} - set(
-        dir(nn.Module)
-    )
-    return {name for name in names if not is_code(owner, name)}
-
-
-def _trial_class(
-    owner: type[nn.Module],
-    methods: Sequence[Method],
-    division: Division,
-    outcome: Outcome,
-    expected: Shapes,
-) -> type[ts.ParallelLayer]:
-    """A layer whose operations all pass through `_Sites`."""
-    names = {name for method in methods for name in method.own_reads}
-    values = {name for name in names if name in _class_values(owner)}
-    members: dict[str, Any] = {"class_values": values}
-    for method in methods:
-        sites = Sites(outcome, method, expected)
-        tree = Instrumented(method, division.parameters).visit(
-            ast.parse(method.text).body[0]
-        )
-        module = ast.fix_missing_locations(ast.Module([tree], []))
-        scope = {**method.scope, "__site__": sites.run, "__own__": _own_shard}
-        found: dict[str, Any] = {}
-        exec(compile(module, f"<{method.name}>", "exec"), scope, found)
-        name = "local_forward" if method.name == "forward" else method.name
-        members[name] = found[method.name]
-    return type("Trial", (ts.ParallelLayer,), members)
-
-
-def _own_shard(layer: ts.ParallelLayer, name: str) -> Tensor | None:
-    if layer.tensor_of(name) is None:
-        return None
-    spec = layer.specs[name]
-    assert isinstance(spec.layout, ts.Shard)
-    return ts.ShardedTensor.from_local(
-        layer.tensor_of(name),
-        spec.layout.dim,
-        ranges=layer.ranges_of(name),
-        group=layer.group,
-    )

@@ -9,26 +9,11 @@ from typing import Any
 from ..errors import UsageError
 from ..project.layer import Layer
 from ..proof.cases import load_class
+from ..template.catalogue import Catalogue
+from ..template.template import Template
 
 TEMPLATE = "dense"
 """The template that renders from a reading, and from nothing else."""
-
-_FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Linear": ("linear", ()),
-    "Embedding": ("embedding", ()),
-    "Conv1d": ("conv", ("num_dims=1",)),
-    "Conv2d": ("conv", ("num_dims=2",)),
-    "Conv3d": ("conv", ("num_dims=3",)),
-    "MultiheadAttention": ("attention", ()),
-    "CrossEntropyLoss": ("cross_entropy", ()),
-}
-"""The classes of torch.nn that a template of their own exists for, and its options."""
-_SPLITS = {
-    ("linear", "weight=0"): "split=column",
-    ("linear", "weight=1"): "split=row",
-    ("embedding", "weight=0"): "split=vocabulary",
-    ("embedding", "weight=1"): "split=dim",
-}
 
 
 @dataclass(frozen=True)
@@ -48,7 +33,9 @@ class Dense:
     reason: str = ""
 
 
-def find_dense(target: str, shards: Sequence[str], settings: Sequence[str]) -> Dense:
+def find_dense(
+    target: str, shards: Sequence[str], settings: Sequence[str], templates: Catalogue
+) -> Dense:
     """What the class `target`, a `MODULE:CLASS`, asks for.
 
     Raises:
@@ -57,15 +44,50 @@ def find_dense(target: str, shards: Sequence[str], settings: Sequence[str]) -> D
     owner = load_class(target)
     family = _family(owner)
     if family:
-        template, options = _FAMILIES[family]
-        split = _split(template, shards)
-        reason = f"{owner.__name__} is torch.nn.{family}"
-        return Dense(template, (*options, *split, *settings), reason=reason)
+        template, options = _template_of(family, shards, templates)
+        reason = f"{owner.__name__} is torch.nn.{family.__name__}"
+        return Dense(template, (*options, *settings), reason=reason)
     return _read(owner, target, shards, settings)
 
 
+def _template_of(
+    family: type, shards: Sequence[str], templates: Catalogue
+) -> tuple[str, list[str]]:
+    """The template of a class of torch.nn, and the options with which it is of that class.
+
+    What `auto` reads in a class's name is read in that of the finished layer.
+    """
+    name = f"Parallel{family.__name__}"
+    template = templates.infer(name)
+    options = template.options.values()
+    settings = [
+        f"{one.name}={one.named_in(name)}" for one in options if one.default == "auto"
+    ]
+    return template.name, settings + _split(family, shards, template)
+
+
+def _split(family: type, shards: Sequence[str], template: Template) -> list[str]:
+    """The option that says what `--shard` says."""
+    from ..dense.reading import read_split
+
+    if not shards:
+        return []
+    split = read_split(family, shards)
+    option = template.options.get("split")
+    for choice in option.choices if option else ():
+        if str(choice) in split:
+            return [f"split={choice}"]
+    raise UsageError(
+        f"--shard {' '.join(shards)} is none of the ways in which the template"
+        f" '{template.name}' divides; see: torchshard templates show {template.name}"
+    )
+
+
 def found_again(
-    recorded: Layer | None, shards: Sequence[str], settings: Sequence[str]
+    recorded: Layer | None,
+    shards: Sequence[str],
+    settings: Sequence[str],
+    templates: Catalogue,
 ) -> Dense:
     """What a layer of the template `dense` was rendered from, read again where that is due.
 
@@ -87,7 +109,8 @@ def found_again(
         for name in ("arguments", "inputs")
         if options.get(name) and name not in named
     ]
-    return find_dense(str(options["dense"]), shards or before, [*kept, *settings])
+    target = str(options["dense"])
+    return find_dense(target, shards or before, [*kept, *settings], templates)
 
 
 def _read(
@@ -107,31 +130,21 @@ def _read(
     return Dense(TEMPLATE, (*own, *settings), reading, f"reads {target}")
 
 
-def _family(owner: type) -> str:
-    """The class of torch.nn that `owner` is but for its name; empty if it is none."""
+def _family(owner: type) -> type | None:
+    """The class of torch.nn that `owner` is but for its name, if there is a finished layer."""
     from torch import nn
+
+    import layer_zoo
 
     for base in owner.__mro__:
         name = base.__name__
-        if name in _FAMILIES and base is getattr(nn, name):
-            return name
+        is_torchs = base is getattr(nn, name, None)
+        if is_torchs and f"Parallel{name}" in layer_zoo.__all__:
+            return base
         if set(vars(base)) - {"__module__", "__qualname__", "__doc__"} - _BOOKKEEPING:
-            return ""
-    return ""
+            return None
+    return None
 
 
 _BOOKKEEPING = {"__annotations__", "__firstlineno__", "__static_attributes__"}
 """What Python puts into a class that adds nothing."""
-
-
-def _split(template: str, shards: Sequence[str]) -> tuple[str, ...]:
-    """The option that says what `--shard` says."""
-    if not shards:
-        return ()
-    split = _SPLITS.get((template, " ".join(shards)))
-    if split is None:
-        raise UsageError(
-            f"--shard {' '.join(shards)} is none of the ways in which the template"
-            f" '{template}' divides; see: torchshard templates show {template}"
-        )
-    return (split,)

@@ -97,10 +97,10 @@ def find_start(request: Request) -> Start:
     locked = _recorded(request.class_name, target, read_lock(target.root))
     layer = _placed(request, target, locked)
     recorded = locked or _from_header(layer, target)
-    dense = _dense(request, recorded)
+    templates = request.templates.in_project(target.root)
+    dense = _dense(request, recorded, templates)
     if dense:
         request = replace(request, template=dense.template, settings=dense.settings)
-    templates = request.templates.in_project(target.root)
     template = _template(request, recorded, templates)
     layer = replace(
         layer,
@@ -127,10 +127,12 @@ def _placed(request: Request, target: Target, locked: Layer | None) -> Layer:
     )
 
 
-def _dense(request: Request, recorded: Layer | None) -> Dense | None:
+def _dense(
+    request: Request, recorded: Layer | None, templates: Catalogue
+) -> Dense | None:
     """What the layer is rendered from, if that is the reading of a dense class."""
     if request.dense:
-        found = find_dense(request.dense, request.shards, request.settings)
+        found = find_dense(request.dense, request.shards, request.settings, templates)
         if request.template not in (None, found.template):
             raise UsageError(
                 f"--from {request.dense} goes with the template '{found.template}';"
@@ -139,7 +141,7 @@ def _dense(request: Request, recorded: Layer | None) -> Dense | None:
         return found
     name = request.template or (recorded.template if recorded else "")
     if name == DENSE:
-        return found_again(recorded, request.shards, request.settings)
+        return found_again(recorded, request.shards, request.settings, templates)
     if request.shards:
         raise UsageError(
             "--shard divides what --from MODULE:CLASS reads; give that too"

@@ -45,6 +45,11 @@ class Option:
             return (self.default, not self.default)
         return self.choices
 
+    def named_in(self, class_name: str) -> Value:
+        """The choice that stands in a class's name, as `auto` finds it; else the default."""
+        found = [one for one in self.choices if str(one) in class_name.lower()]
+        return found[0] if found else self.default
+
     def parse(self, text: str) -> Value:
         """The value that `text` means.
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Buffers(nn.Module):
@@ -164,6 +165,20 @@ class Convolution(nn.Module):
         return self.mix(act(F.conv1d(x, self.weight, padding=1)))
 
 
+class GroupedConvolution(nn.Module):
+    """An argument says what F.conv2d does with the channels."""
+
+    def __init__(self, in_channels: int, out_channels: int, groups: int = 1):
+        super().__init__()
+        shape = out_channels, in_channels // groups, 3, 3
+        self.weight = nn.Parameter(torch.randn(shape))
+        self.bias = nn.Parameter(torch.randn(out_channels))
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, self.bias, 1, 1, 1, self.groups)
+
+
 class _Centred(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -182,7 +197,55 @@ class Opaque(nn.Module):
         self.fc = nn.Linear(in_features, out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Centred.apply(self.fc(x)).pow(2).sum(-1)
+        return _Centred.apply(self.fc(x)).pow(2).mean(-1)
+
+
+class Transformed(nn.Module):
+    """A transform, inside which tensors are not what they were."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out_features, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = torch.vmap(lambda row: row - row.mean(-1, keepdim=True))
+        return spread(F.linear(x, self.weight)).abs().mean(-1)
+
+
+class Checkpointed(nn.Module):
+    """Backward runs a part of the forward again."""
+
+    def __init__(self, dim: int, hidden: int, use_reentrant: bool = True):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.up = nn.Parameter(torch.randn(hidden, dim))
+        self.down = nn.Parameter(torch.randn(dim, hidden))
+
+    def block(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(F.linear(x, self.up)), self.down).sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+        return y
+
+
+class OptionalParts(nn.Module):
+    """Parts that are attributes where they are left out."""
+
+    def __init__(self, dim: int, hidden: int, is_full: bool = True):
+        super().__init__()
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim) if is_full else None
+        self.scale: nn.Parameter | None = None
+        if is_full:
+            self.scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.up(x))
+        if self.down is None or self.scale is None:
+            return y
+        y = self.down(y)
+        return y * self.scale
 
 
 class CallsSuper(nn.Linear):

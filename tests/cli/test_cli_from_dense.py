@@ -1,11 +1,13 @@
 """`new-layer --from`: dense modules of twenty kinds, read, divided and proved."""
 
 import importlib
+import inspect
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +17,7 @@ import torchshard as ts
 from cli_project import contents, working_in
 from click.testing import CliRunner, Result
 from torch import nn
-from torchshard.testing import check_cases, run_ranks
+from torchshard.testing import Floats, check_cases, run_ranks
 from torchshard_cli.main import main
 
 HERE = Path(__file__).resolve().parent
@@ -37,15 +39,19 @@ ODD_AND_PROVED = [
     "Attention",
     "Branches",
     "Buffers",
+    "Checkpointed",
     "Convolution",
     "FromFactories",
+    "GroupedConvolution",
     "ObjectDefaults",
     "Opaque",
+    "OptionalParts",
     "Properties",
     "ReadFromOutside",
     "SameName",
     "Sequence",
     "Tied",
+    "Transformed",
 ]
 
 
@@ -128,6 +134,36 @@ def test_the_layer_compiles(generated: Path, name: str) -> None:
     run_ranks(check_cases, 2, cases_of(generated, name)[:1], True)
 
 
+def test_a_rule_decides_by_what_it_sees(generated: Path) -> None:
+    """Built with groups, of which nothing was tried, the layer is right or refuses."""
+    (case, *_) = cases_of(generated, "GroupedConvolution")
+    grouped = replace(case, args=(6, 10), options={"groups": 2}, inputs=[IMAGES])
+    for world_size in (1, 2, 3, 4):
+        run_ranks(expect_right_or_refused, world_size, grouped)
+
+
+IMAGES = Floats((4, 6, 5, 7))
+
+
+def expect_right_or_refused(case: ts.testing.Case) -> None:
+    import torch
+
+    try:
+        case.build()(torch.ones(IMAGES.shape))
+    except ts.errors.ShardedOpError:
+        return
+    check_cases([case])
+
+
+@pytest.mark.parametrize("name", TWENTY)
+def test_the_forward_is_the_authors(generated: Path, name: str) -> None:
+    """Its text stands in the generated class as it was written."""
+    source = inspect.getsource(getattr(dense_modules, name).forward)
+    module = importlib.import_module(cases_of(generated, name)[0].layer.__module__)
+    text = Path(str(module.__file__)).read_text("utf-8")
+    assert source.replace("def forward(", "def dense_forward(") in text
+
+
 def test_the_cases_divide_something(generated: Path) -> None:
     """Each of the twenty holds less on one of two ranks than the dense module."""
     for name in TWENTY:
@@ -164,23 +200,22 @@ def test_generated_code_is_clean(generated: Path, command: list[str]) -> None:
     ("name", "words"),
     [
         (
-            "FiLM",
-            "`self.project(condition).chunk(2, dim=-1)` in forward gathers a shard first",
-        ),
-        (
             "PrototypeHead",
             "log_temperature: whole on every rank",
         ),
         ("Fixed", "drop drops with p=0.5, which no argument turns off"),
         ("Named", "forward returns a dict, of which the test compares nothing"),
-        ("CallsSuper", "write local_forward: forward calls super()"),
-        ("Finishing", "write local_forward: forward reads self.finish, a name that"),
-        ("Grouped", "write local_forward: forward reads self.group, a name that"),
-        ("Hooked", "write local_forward: its constructor registers hooks"),
-        ("Parametrized", "write local_forward: a parametrization computes"),
+        ("CallsSuper", "write dense_forward: forward calls super()"),
+        ("Finishing", "write dense_forward: forward reads self.finish, a name that"),
+        ("Grouped", "write dense_forward: forward reads self.group, a name that"),
+        ("Hooked", "write dense_forward: its constructor registers hooks"),
+        ("Parametrized", "write dense_forward: a parametrization computes"),
         ("KeepsMode", "KeepsMode.train is not carried over"),
-        ("Opaque", "`_Centred.apply(self.fc(x))` in forward gathers a shard first"),
-        ("ReadFromOutside", "fc.weight, fc.bias: whole on every rank (Linear)"),
+        (
+            "ReadFromOutside",
+            "fc.weight, fc.bias: whole on every rank (Linear); it cannot be divided:"
+            " its fc.weight is read as if it were whole",
+        ),
     ],
 )
 def test_what_is_left_is_said_in_words(generated: Path, name: str, words: str) -> None:
@@ -246,7 +281,9 @@ def header_of(path: Path) -> str:
     [
         ("torch.nn:Linear", [], "template=linear@"),
         ("torch.nn:Linear", ["--shard", "weight=1"], '"split":"row"'),
+        ("torch.nn:Linear", ["--shard", "bias=0"], '"split":"column"'),
         ("torch.nn:Embedding", ["--shard", "weight=0"], '"split":"vocabulary"'),
+        ("torch.nn:Embedding", ["--shard", "weight=1"], '"split":"dim"'),
         ("torch.nn:Conv3d", [], '"num_dims":"3"'),
         ("torch.nn:MultiheadAttention", [], "template=attention@"),
         ("torch.nn:CrossEntropyLoss", ["--set", "reduction=sum"], '"reduction":"sum"'),
@@ -270,7 +307,7 @@ def test_shard_says_what_is_divided(here: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     text = (here / "parallel_bilinear_head.py").read_text("utf-8")
-    assert 'ts.Shard(1, "left")' in text
+    assert 'self.take_over(dense, {"weight": 1})' in text
     assert "bias    whole" in text
     assert '"shards":"weight=1 bias=whole"' in header_of(
         here / "parallel_bilinear_head.py"
@@ -320,7 +357,24 @@ def test_shard_of_a_layer_inside_says_how_that_is_divided(here: Path) -> None:
             ["--shard", "norm.weight=0"],
             "(BatchNorm2d) stays whole",
         ),
-        ("torch.nn:Linear", ["--shard", "bias=0"], "is none of the ways"),
+        ("torch.nn:Linear", ["--shard", "bias=whole"], "is none of the ways"),
+        ("torch.nn:Linear", ["--shard", "weight=2"], "has no dim 2"),
+        ("torch.nn:Embedding", ["--shard", "bias=0"], "there is no parameter 'bias'"),
+        (
+            "torch.nn:MultiheadAttention",
+            ["--shard", "in_proj_weight=1"],
+            "a MultiheadAttention is divided by heads",
+        ),
+        (
+            "odd_dense_modules:Transformed",
+            ["--shard", "weight=0"],
+            "computes with shards past torch's functions",
+        ),
+        (
+            "odd_dense_modules:Opaque",
+            ["--shard", "fc.weight=0"],
+            "_Centred computes with shards past torch's functions",
+        ),
         ("dense_modules:FiLM", ["-t", "linear"], "leave out -t linear"),
         ("dense_modules:FiLM", ["--set", "arguments=5, x"], "are not literals"),
         (
@@ -365,14 +419,13 @@ def test_shard_without_from_is_refused(here: Path) -> None:
 
 def test_a_dry_run_writes_nothing_and_json_holds_what_is_left(here: Path) -> None:
     """All views of the plan work for it."""
-    result = read("FiLM", "dense_modules", "--dry-run", "--json")
+    result = read("PrototypeHead", "dense_modules", "--dry-run", "--json")
     assert result.exit_code == 0, result.output
     plan = json.loads(result.output)
     assert not plan["written"]
     assert plan["template"] == "dense"
-    assert plan["options"]["dense"] == "dense_modules:FiLM"
-    (left,) = plan["left"]
-    assert left.startswith("`self.project(condition).chunk(2, dim=-1)` in forward")
+    assert plan["options"]["dense"] == "dense_modules:PrototypeHead"
+    assert plan["left"] == ["log_temperature: whole on every rank"]
     assert contents(here) == {}
 
 
@@ -411,7 +464,7 @@ def test_a_class_that_changed_is_read_again_on_demand(here: Path) -> None:
     (here / "my_heads.py").write_text(changed, "utf-8")
     assert "nothing to write" in generate("new-layer", "ParallelHead")
     assert "  update     parallel_head.py" in generate(*words)
-    assert "at=-1) * 2" in (here / "parallel_head.py").read_text("utf-8")
+    assert "@ self.weight.T * 2\n" in (here / "parallel_head.py").read_text("utf-8")
     # The header says what to read where the lock is lost.
     (here / ".torchshard" / "lock.json").unlink()
     before = (here / "parallel_head.py").read_bytes()

@@ -216,3 +216,63 @@ def dense_forward_runs_as_it_stands():
 def test_a_dense_forward_runs_as_it_stands(world_size):
     """On marked parameters, compiled too; outside the forward they are plain."""
     run_ranks(dense_forward_runs_as_it_stands, world_size)
+
+
+class DenseMixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(7, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.randn(5, 7), requires_grad=False)
+        self.register_parameter("bias", None)
+        self.scale = nn.Parameter(torch.randn(()))
+        self.norm = nn.LayerNorm(7)
+        self.sizes, self.extra, self.dim = (5, 7), None, 3
+        self.register_buffer("mean", torch.randn(7))
+        self.register_buffer("mask", torch.ones(5), persistent=False)
+
+
+class MarkedMixture(ts.MarkedLayer):
+    def __init__(self, dense):
+        super().__init__()
+        self.take_over(dense, {"gain": 0, "weight": 1, "bias": 0})
+
+    def dense_forward(self):
+        return (self.gain.sum(), self.weight.sum(0), self.scale, self.bias)
+
+
+def takes_over_what_a_dense_module_holds():
+    torch.manual_seed(ts.distributed.get_rank())
+    dense = DenseMixture()
+    kept = dense.norm, dense.scale, dense.mean
+    layer = MarkedMixture(dense)
+    assert (layer.norm, layer.scale, layer.mean) == kept
+    assert list(layer.state_dict()) == list(dense.state_dict())
+    names = [name for name, _ in dense.named_parameters()]
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert layer.gain.dtype == torch.float64
+    assert layer.bias is None
+    assert not layer.weight.requires_grad
+    assert (layer.sizes, layer.extra, layer.dim) == ((5, 7), None, None)
+    assert "mask" in dict(layer.named_buffers())
+    torch.manual_seed(0)  # rank 0's values are everybody's
+    expected = DenseMixture().state_dict()
+    torch.testing.assert_close(ts.collect_state_dict(layer), expected)
+    total, column, scale, bias = layer()
+    torch.testing.assert_close(total, expected["gain"].sum())
+    column = ts.distributed.gather(column) if layer.group.size > 1 else column
+    torch.testing.assert_close(column, expected["weight"].sum(0))
+    assert scale is layer.scale
+    assert bias is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_layer_takes_over_what_a_dense_module_holds(world_size):
+    """The same objects in the same order, and its part of what is divided, in its dtype."""
+    run_ranks(takes_over_what_a_dense_module_holds, world_size)
+
+
+def test_a_layer_takes_over_once():
+    """As it declares once; what it holds is then declared."""
+    layer = MarkedMixture(DenseMixture())
+    with pytest.raises(LayoutError, match="has declared already"):
+        layer.take_over(nn.Module(), {})

@@ -23,11 +23,10 @@ from torchshard import data_parallel, owners
 from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, resolve_group
 from torchshard.errors import GroupError, LayoutError
-from torchshard.initializer import Kept
 from torchshard.layer.declaration import ParameterSpec
 from torchshard.layer.local_state import LocalState
 from torchshard.layer.passage import Outputs, Passage
-from torchshard.layout import Axis, Layout, Shard, Whole, ranges_of
+from torchshard.layout import Axis, Layout, Shard, ranges_of
 from torchshard.splits import Dim, Splits, code_of, split_named
 
 
@@ -159,8 +158,9 @@ class ParallelLayer(LocalState, ABC):
                 f"{kind} has declared already. Call self.declare(...) once, at the end of the"
                 " constructor, with all of its parameters."
             )
-        for name in self._parameters.keys() - self._specs.keys():
-            raise _undeclared(kind, name)
+        for name, parameter in self._parameters.items():
+            if parameter is not None and name not in self._specs:
+                raise _undeclared(kind, name)
         if names & {"group", "split", "dim", "gather_batch"}:
             taken = sorted(names & {"group", "split", "dim", "gather_batch"})
             raise LayoutError(
@@ -173,21 +173,6 @@ class ParallelLayer(LocalState, ABC):
         if not isinstance(layout, Shard):
             return spec.placed(name, None)
         return spec.placed(name, ranges_of(layout.segments, axes, self.group.size))
-
-    def adopt(self, name: str, parameter: nn.Parameter | None) -> None:
-        """Hold a whole parameter that exists already, the same object.
-
-        For what a dense module made, and others may share. Its values are equal on all ranks,
-        as the caller sees to.
-
-        Args:
-            name: Its name in the layer.
-            parameter: The parameter; None registers an absent one.
-        """
-        if parameter is not None:
-            spec = ParameterSpec(tuple(parameter.shape), Whole(), Kept())
-            self._specs[name] = spec.placed(name, None)
-        self.register_parameter(name, parameter)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Take a parameter, also one that is assigned in the place of a declared one.

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
+import torch
+from torch import Tensor, nn
+from torchshard.distributed import collectives
 from torchshard.distributed.groups import GroupLike
+from torchshard.initializer import Kept
 from torchshard.layer.base import ParallelLayer
+from torchshard.layer.declaration import ParameterSpec
+from torchshard.layout import Axis, Shard, Whole
 from torchshard.splits import Dim
 from torchshard.tensor import Sharding, mark
 
@@ -20,7 +27,8 @@ class MarkedLayer(ParallelLayer):
     a `ParallelLayer` with a local forward does without.
 
     Such a layer declares no inputs and `ts.Whole()` as its output: the forward gets what the
-    caller gives, and the caller what it returns, marked where it is a shard.
+    caller gives, and the caller what it returns, marked where it is a shard. One that has a
+    dense module at hand takes that over, in place of a declaration.
 
     Example:
         >>> import torch, torchshard as ts
@@ -50,7 +58,8 @@ class MarkedLayer(ParallelLayer):
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
-        if not self.__dict__.get("_marks"):
+        # In backward, it is a checkpoint that runs the forward's code again.
+        if not (self.__dict__.get("_marks") or _is_in_backward()):
             return value
         spec = self.__dict__["_specs"].get(name)
         if spec is None or spec.ranges is None or value is None:
@@ -58,6 +67,75 @@ class MarkedLayer(ParallelLayer):
         sharding = Sharding(spec.sharded_dim, spec.ranges, self.group)
         shared = self.shared(name) if spec.grad == "overlapping" else value
         return mark(shared.view_as(shared), sharding)
+
+    def tensor_of(self, name: str) -> Tensor:
+        """Return the local tensor itself, unmarked, inside the forward too."""
+        path, _, leaf = name.rpartition(".")
+        part = self.get_submodule(path)
+        return cast(Tensor, (part._parameters | part._buffers)[leaf])
+
+    def take_over(self, dense: nn.Module, divided: Mapping[str, int]) -> None:
+        """Hold what `dense` holds, in its order, and declare that. Called once, as `declare`.
+
+        Its values become rank 0's on every rank. Modules, buffers and whole parameters are
+        the same objects, which others may share; of divided parameters each rank keeps its
+        part. Other attributes are taken over where the layer has none of the name.
+
+        Args:
+            dense: A module, built whole.
+            divided: Its own parameters that are divided, each with the dim. One that `dense`
+                does not have, an optional bias, is left out.
+        """
+        with torch.no_grad():
+            for tensor in [*dense.parameters(), *dense.buffers()]:
+                if not tensor.is_meta:
+                    tensor.copy_(collectives.broadcast(tensor, self.group))
+        for name, module in dense._modules.items():
+            self.add_module(name, module)
+        for name, buffer in dense._buffers.items():
+            is_kept = name not in dense._non_persistent_buffers_set
+            self.register_buffer(name, buffer, persistent=is_kept)
+        for name, value in vars(dense).items():
+            if not hasattr(self, name):
+                setattr(self, name, value)
+        cut = {
+            name: parameter
+            for name, parameter in dense._parameters.items()
+            if parameter is not None and name in divided
+        }
+        for name, parameter in dense._parameters.items():
+            if name not in cut:
+                self._hold_whole(name, parameter)
+        self._declare_cut(cut, divided)
+        held = dict(self._parameters)
+        self._parameters.clear()
+        self._parameters.update({name: held[name] for name in dense._parameters})
+
+    def _hold_whole(self, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            spec = ParameterSpec(tuple(parameter.shape), Whole(), Kept())
+            self._specs[name] = spec.placed(name, None)
+        self.register_parameter(name, parameter)
+
+    def _declare_cut(
+        self, cut: Mapping[str, nn.Parameter], divided: Mapping[str, int]
+    ) -> None:
+        specs = {
+            name: ParameterSpec(tuple(whole.shape), Shard(divided[name], name), Kept())
+            for name, whole in cut.items()
+        }
+        self.declare(
+            axes={
+                name: Axis(whole.shape[divided[name]]) for name, whole in cut.items()
+            },
+            parameters=specs,
+            inputs={},
+            output=Whole(),
+            device="meta",  # what is held comes next
+        )
+        for name, whole in cut.items():
+            own = self.own_state(name, name, whole.detach())
+            self.set_tensor(name, nn.Parameter(own, whole.requires_grad))
 
     def local_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the dense forward, with divided parameters marked."""
@@ -70,3 +148,7 @@ class MarkedLayer(ParallelLayer):
     @abstractmethod
     def dense_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output as the dense layer does."""
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
