@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -251,33 +251,44 @@ def _same_parameter_grads(layer: nn.Module, dense: nn.Module) -> float:
 def _whole_grads(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     """Yield each parameter's gradient in full layout. Collective, so alike on all ranks."""
     owners = {key: (layer, name) for key, layer, name in sharded_entries(model)}
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        layer, name = owners.get(key, (None, ""))
-        group = model_group() if layer is None else layer.group
-        if not _is_trained(key, parameter, group):
+    named = dict(model.named_parameters(remove_duplicate=False))
+    by_group: dict[ShardGroup, list[str]] = {}
+    for key in named:
+        group = owners[key][0].group if key in owners else model_group()
+        by_group.setdefault(group, []).append(key)
+    trained: set[str] = set()
+    for group, keys in by_group.items():
+        trained |= _trained({key: named[key] for key in keys}, group)
+    for key, parameter in named.items():
+        if key not in trained:
             yield key, None
-        elif layer is None:
+        elif key not in owners:
             yield key, parameter.grad
         else:
-            yield key, gathered(_own_grad(parameter), layer, name)
+            yield key, gathered(_own_grad(parameter), *owners[key])
 
 
-def _is_trained(key: str, parameter: Tensor, group: ShardGroup) -> bool:
-    """Return whether the parameter has a gradient: on all ranks or on none.
+def _trained(parameters: Mapping[str, Tensor], group: ShardGroup) -> set[str]:
+    """Return the parameters that have a gradient: each on all ranks or on none.
 
     An optimizer skips what has none, so that such a rank's replica, or shard, would go
     another way under weight decay and momentum. An empty shard has nothing to lose.
     """
-    has, is_empty = parameter.grad is not None, parameter.numel() == 0
-    flags = torch.tensor([has, has or is_empty], dtype=torch.int32)
-    have, may = collectives.stack(flags, group).bool().unbind(1)
-    if have.any() and not may.all():
-        without = [rank for rank, good in enumerate(may.tolist()) if not good]
-        raise CheckError(
-            f"gradient of {key} is missing on rank {', '.join(map(str, without))}, while"
-            " other ranks have it"
-        )
-    return bool(have.any())
+    own = list(parameters.values())
+    has = [one.grad is not None for one in own]
+    good = [one.grad is not None or not one.numel() for one in own]
+    flags = collectives.stack(torch.tensor([has, good], dtype=torch.int32), group)
+    have, may = (flags[:, i].T.tolist() for i in range(2))
+    for key, ranks_have, ranks_may in zip(parameters, have, may, strict=True):
+        if any(ranks_have) and not all(ranks_may):
+            without = [str(rank) for rank, has_it in enumerate(ranks_may) if not has_it]
+            raise CheckError(
+                f"gradient of {key} is missing on rank {', '.join(without)}, while other"
+                " ranks have it"
+            )
+    return {
+        key for key, ranks_have in zip(parameters, have, strict=True) if any(ranks_have)
+    }
 
 
 def _own_grad(parameter: Tensor) -> Tensor:
