@@ -208,6 +208,24 @@ class Ranges:
         bounds = tuple(bound * factor for bound in self.block_bounds)
         return Ranges(self.size * factor, per_rank, bounds)
 
+    def in_units(self, unit: int) -> Ranges | None:
+        """Return the ranges of the units of `unit` indices; None where a range cuts one.
+
+        Example:
+            >>> balanced_ranges(6, 2).in_units(3) == balanced_ranges(2, 2)
+            True
+        """
+        ends = [end for ranges in self.per_rank for pair in ranges for end in pair]
+        if unit < 1 or any(end % unit for end in (*ends, self.size)):
+            return None
+        per_rank = tuple(
+            tuple((start // unit, stop // unit) for start, stop in ranges)
+            for ranges in self.per_rank
+        )
+        whole_blocks = not any(bound % unit for bound in self.block_bounds)
+        bounds = tuple(bound // unit for bound in self.block_bounds)
+        return Ranges(self.size // unit, per_rank, bounds if whole_blocks else ())
+
     def within(self, start: int, stop: int) -> Ranges:
         """Return who holds what of the indices from `start` to `stop` alone.
 

@@ -17,10 +17,20 @@ from torchshard.tensor import ShardedTensor, mark, whole
 from torchshard.tensor.sharded import Sharding
 
 
+def own_leaf(x, way):
+    """This rank's part of `x` as a leaf of its own."""
+    own = (
+        x.detach().clone()
+        if way is None
+        else ops.scatter(x.detach(), way[0], ranges=way[1])
+    )
+    return own.requires_grad_(x.requires_grad)
+
+
 def as_parameter(x, dim, ranges):
     """This rank's part of `x` as a leaf of its own, and the marked view of it."""
     group = groups.model_group()
-    own = ops.scatter(x.detach(), dim, ranges=ranges).requires_grad_(x.requires_grad)
+    own = own_leaf(x, (dim, ranges))
     held = ops.sum_over_holders(own, dim, ranges)
     return own, mark(held.view_as(held), Sharding(dim, ranges, group))
 
@@ -79,20 +89,85 @@ def every_way(tensors):
     return [ways for ways in product(*dims) if any(dim is not None for dim in ways)]
 
 
-def right_ways(function, tensors, name, tolerance=1e-10):
-    """Try every way; return those that are right, after none was wrong."""
-    size, right = groups.get_world_size(), []
+def ways_of(tensors, dims, units=None):
+    """Return for each tensor its dim and who holds what of it; None for a whole one."""
+    size, units = groups.get_world_size(), units or {}
+
+    def way(index, dim):
+        unit = units.get((index, dim), 1)
+        num_units = tensors[index].shape[dim] // unit
+        return dim, balanced_ranges(num_units, size).scaled(unit)
+
+    return [None if dim is None else way(index, dim) for index, dim in enumerate(dims)]
+
+
+def right_ways(function, tensors, name, units=None, tolerance=1e-10):
+    """Try every way; return those that are right, after none was wrong.
+
+    What stays together in a dim of an operand stands in `units`, by the two.
+    """
+    right = []
     for dims in every_way(tensors):
-        ways = [
-            None if dim is None else (dim, balanced_ranges(tensor.shape[dim], size))
-            for tensor, dim in zip(tensors, dims, strict=True)
-        ]
+        ways = ways_of(tensors, dims, units)
         case = f"{name} divided at {dims}"
-        if size > 1 and is_refused(function, tensors, ways):
+        if groups.get_world_size() > 1 and is_refused(function, tensors, ways):
             continue
         same_on_operands(function, tensors, ways, case, tolerance)
         right.append(dims)
     return right
+
+
+def case_tensors(operands):
+    """Return the operands of a case: those given, and random ones of the given shapes."""
+    return [
+        value
+        if isinstance(value, torch.Tensor)
+        else randoms(value, seed).requires_grad_()
+        for seed, value in enumerate(operands, 1)
+    ]
+
+
+def expect_rules(table):
+    """Try every way of each case; those that it names must be right.
+
+    A case is the function, the shapes of its operands, or the operands themselves, the dims
+    at which they are divided, None for a whole one, and perhaps the units of some dims.
+    """
+    for name, (function, operands, needed, *units) in table.items():
+        tensors = case_tensors(operands)
+        right = set(right_ways(function, tensors, name, *units))
+        assert needed <= right, (name, needed - right)
+
+
+def expect_compiled(table, case, dims):
+    """Compare one way of a case, compiled as one graph, with the same on whole tensors."""
+    function, operands, _, *units = table[case]
+    tensors = case_tensors(operands)
+    ways = ways_of(tensors, dims, *units)
+    group = groups.model_group()
+    cot = randoms(function(*tensors).shape, 9)
+    inputs = [tensor for tensor in tensors if tensor.requires_grad]
+    expected = function(*tensors), *torch.autograd.grad(function(*tensors), inputs, cot)
+    owns = [own_leaf(*pair) for pair in zip(tensors, ways, strict=True)]
+
+    def run(*owns):
+        return whole(
+            function(
+                *(
+                    own
+                    if way is None
+                    else mark(own.view_as(own), Sharding(*way, group))
+                    for own, way in zip(owns, ways, strict=True)
+                )
+            )
+        )
+
+    result = torch.compile(run, fullgraph=True, backend="aot_eager")(*owns)
+    result.backward(cot)
+    for index, pair in enumerate(
+        zip((result, *whole_grads(owns, ways, True)), expected, strict=True)
+    ):
+        close(*pair, f"{case} compiled, {index}")
 
 
 def is_refused(function, tensors, ways):

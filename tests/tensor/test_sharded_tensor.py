@@ -435,7 +435,6 @@ def refusals():
         "cumsum": lambda: y.cumsum(1),
         "sort": lambda: y.sort(),
         "std": lambda: y.std(1),
-        "conv2d": lambda: F.conv2d(image, randoms((4, 4, 1, 1), 2)),
         "batch_norm": lambda: F.batch_norm(image, None, None, training=True),
         "group_norm": lambda: F.group_norm(image, 2),
         "layer_norm": lambda: F.layer_norm(y, (4,)),

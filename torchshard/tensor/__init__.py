@@ -2,6 +2,7 @@
 
 from torchshard.tensor import (
     batched,
+    convolutions,
     cutting,
     elementwise,
     products,
@@ -22,6 +23,7 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "batched",
+    "convolutions",
     "cutting",
     "elementwise",
     "mark",

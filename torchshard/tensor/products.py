@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchshard.distributed import ops
-from torchshard.tensor.operands import Labels, division, part
-from torchshard.tensor.sharded import bound, local_call, mark, mixes, rule
+from torchshard.tensor.operands import Division, Labels, division, part
+from torchshard.tensor.sharded import bound, local_call, rule
 
 
 def product(
@@ -27,6 +27,7 @@ def product(
     addend: Tensor | None = None,
     scale: float = 1,
     broadcasts: bool = False,
+    check: Callable[[Division], None] = lambda divided: None,
 ) -> Tensor:
     """Return a product of factors whose dims are labelled, plus what is added to it.
 
@@ -39,22 +40,27 @@ def product(
         addend: Added to the product; it may broadcast.
         scale: What the addend is multiplied by.
         broadcasts: Whether factors of size 1 stand for any size.
+        check: Raises if the operation cannot be divided so.
+
+    Raises:
+        ShardedOpError: If operands are divided in different ways, or `check` says so.
+        ShapeError: If a plain operand does not have the whole size.
     """
     ends = output[len(output) - addend.dim() :] if addend is not None else ()
     divided = division(name, (*factors, addend), (*labels, ends))
+    check(divided)
+    is_local = divided.place(output) is not None
+    if not is_local:
+        divided.expect_once(name)
     own = [
         part(name, factor, its, divided, broadcasts=broadcasts)
         for factor, its in zip(factors, labels, strict=True)
     ]
-    sharding = divided.sharding
-    if divided.label in output:
+    if is_local:
         if addend is not None:
             own.append(part(name, addend, ends, divided, broadcasts=True))
-        result = local_call(compute, tuple(own), {})
-        return mark(result, sharding.at(output.index(divided.label)))
-    if sharding.ranges.overlaps:
-        raise mixes(name, sharding, "would add indices that several ranks hold twice")
-    result = ops.reduce(local_call(compute, tuple(own), {}), sharding.group)
+        return divided.marked(local_call(compute, tuple(own), {}), output)
+    result = ops.reduce(local_call(compute, tuple(own), {}), divided.sharding.group)
     if addend is None or not scale:
         return result
     # Autocast has rounded the product already; what is added does not widen it.
@@ -175,9 +181,6 @@ def _cdist(
     first, second, *rest = bound(args, kwargs, **names)
     left, right = (tuple(range(2 - x.dim(), 0)) for x in (first, second))
     labels = ((*left, "row", "in"), (*right, "column", "in"))
-    divided = division("cdist", (first, second), labels)
-    if divided.label == "in":
-        raise mixes("cdist", divided.sharding, "takes the distance over it")
     output = (*max(left, right, key=len), "row", "column")
     return product(
         "cdist",
@@ -186,9 +189,11 @@ def _cdist(
         labels,
         output,
         broadcasts=True,
+        check=lambda divided: divided.expect_not("cdist", _DISTANCE),
     )
 
 
+_DISTANCE: dict[Hashable, str] = {"in": "takes the distance over it"}
 _MODE = "use_mm_for_euclid_dist_if_necessary"
 
 

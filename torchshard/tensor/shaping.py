@@ -149,21 +149,7 @@ def _rescaled(ranges: Ranges, behind: int, new_behind: int) -> Ranges | None:
     """Return `ranges` of a dim with `new_behind` elements behind it instead of `behind`."""
     if not new_behind or not behind:
         return ranges if new_behind == behind else None
-    ends = [end for part in ranges.per_rank for pair in part for end in pair]
-    if any(end * behind % new_behind for end in [*ends, ranges.size]):
-        return None
-    per_rank = tuple(
-        tuple(
-            (start * behind // new_behind, stop * behind // new_behind)
-            for start, stop in part
-        )
-        for part in ranges.per_rank
-    )
-    blocks = ranges.block_bounds
-    if any(end * behind % new_behind for end in blocks):
-        blocks = ()
-    bounds = tuple(end * behind // new_behind for end in blocks)
-    return Ranges(ranges.size * behind // new_behind, per_rank, bounds)
+    return ranges.scaled(behind).in_units(new_behind)
 
 
 @rule(["transpose", "swapaxes", "swapdims"])
