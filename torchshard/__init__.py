@@ -35,6 +35,7 @@ from torchshard.layer import (
     MarkedLayer,
     ParallelLayer,
     ParameterSpec,
+    TableLayer,
 )
 from torchshard.layout import (
     Axis,
@@ -73,6 +74,7 @@ __all__ = [
     "ShardGroup",
     "ShardedTensor",
     "Split",
+    "TableLayer",
     "Uniform",
     "Whole",
     "ZeroRow",

@@ -4,5 +4,12 @@ from torchshard.layer.base import ParallelLayer
 from torchshard.layer.declaration import ParameterSpec
 from torchshard.layer.features import FeatureLayer
 from torchshard.layer.marked import MarkedLayer
+from torchshard.layer.table import TableLayer
 
-__all__ = ["FeatureLayer", "MarkedLayer", "ParallelLayer", "ParameterSpec"]
+__all__ = [
+    "FeatureLayer",
+    "MarkedLayer",
+    "ParallelLayer",
+    "ParameterSpec",
+    "TableLayer",
+]
