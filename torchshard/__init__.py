@@ -31,6 +31,7 @@ from torchshard.initializer import (
     xavier_uniform,
 )
 from torchshard.layer import (
+    AttentionLayer,
     FeatureLayer,
     MarkedLayer,
     ParallelLayer,
@@ -55,6 +56,7 @@ from torchshard.tensor import ShardedTensor
 __version__ = "0.2.0"
 
 __all__ = [
+    "AttentionLayer",
     "Axis",
     "Column",
     "Constant",

@@ -1,5 +1,6 @@
 """The base classes of sharded layers."""
 
+from torchshard.layer.attention import AttentionLayer
 from torchshard.layer.base import ParallelLayer
 from torchshard.layer.declaration import ParameterSpec
 from torchshard.layer.features import FeatureLayer
@@ -7,6 +8,7 @@ from torchshard.layer.marked import MarkedLayer
 from torchshard.layer.table import TableLayer
 
 __all__ = [
+    "AttentionLayer",
     "FeatureLayer",
     "MarkedLayer",
     "ParallelLayer",
