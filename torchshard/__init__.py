@@ -31,10 +31,12 @@ from torchshard.initializer import (
     xavier_uniform,
 )
 from torchshard.layer import (
+    AttentionLayer,
     FeatureLayer,
     MarkedLayer,
     ParallelLayer,
     ParameterSpec,
+    TableLayer,
 )
 from torchshard.layout import (
     Axis,
@@ -54,6 +56,7 @@ from torchshard.tensor import ShardedTensor
 __version__ = "0.2.0"
 
 __all__ = [
+    "AttentionLayer",
     "Axis",
     "Column",
     "Constant",
@@ -73,6 +76,7 @@ __all__ = [
     "ShardGroup",
     "ShardedTensor",
     "Split",
+    "TableLayer",
     "Uniform",
     "Whole",
     "ZeroRow",

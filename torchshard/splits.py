@@ -39,6 +39,12 @@ FEATURES: Splits = {
 }
 """The splits of layers that map features, or channels, to features."""
 
+TABLE: Splits = {
+    "vocabulary": Split("the vocabulary's rows", (0,)),
+    "embedding_dim": Split("the embedding's columns", (1, -1)),
+}
+"""The splits of layers that look up rows of a table."""
+
 
 def split_named(splits: Splits, dim: Dim) -> str:
     """Return the name of the split that `dim` asks for; "whole" for none.

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchshard.testing import Case, Floats, check_layer, run_ranks
+from torchshard.testing import Case, Floats, Integers, check_layer, run_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "making_a_layer.md"
 
@@ -45,6 +45,33 @@ class MLP(nn.Module):
         return F.linear(F.gelu(F.linear(x, self.up)), self.down)
 
 
+class Bag(nn.Module):
+    def __init__(self, num_embeddings, embedding_dim, max_norm=None):
+        super().__init__()
+        self.weight = nn.Embedding(num_embeddings, embedding_dim).weight
+        self.max_norm = max_norm
+
+    def forward(self, input):
+        return F.embedding_bag(input, self.weight, max_norm=self.max_norm, mode="mean")
+
+
+class GroupedQueries(nn.Module):
+    def __init__(self, size, num_heads, num_kv_heads):
+        super().__init__()
+        self.head_dim = size // num_heads
+        self.sizes = [size, *[num_kv_heads * self.head_dim] * 2]
+        self.qkv = nn.Parameter(
+            nn.Linear(size, sum(self.sizes), bias=False).weight.detach()
+        )
+        self.out = nn.Parameter(nn.Linear(size, size, bias=False).weight.detach())
+
+    def forward(self, x):
+        parts = F.linear(x, self.qkv).split(self.sizes, -1)
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return F.linear(y.transpose(1, 2).flatten(2), self.out)
+
+
 def equal_dense():
     page = layers_of_the_page()
     upsample = {"layer": page.ParallelUpsample, "dense": Upsample}
@@ -53,6 +80,16 @@ def equal_dense():
         Case(**upsample, args=(6, 12), sharding={"dim": 1, "unit": 3}, inputs=x)
     )
     check_layer(Case(**upsample, args=(6, 5), sharding={"dim": 0}, inputs=x))
+    check_layer(Case(**upsample, args=(6, 2), sharding={"dim": 1}, inputs=x))
+    bag = {"layer": page.ParallelBag, "dense": Bag, "args": (11, 5)}
+    ids = [Integers(11, (4, 3))]
+    for dim in (0, 1):
+        check_layer(Case(**bag, sharding={"dim": dim}, inputs=ids))
+        norm = {"max_norm": 1.5}
+        check_layer(Case(**bag, options=norm, sharding={"dim": dim}, inputs=ids))
+    queries = {"layer": page.ParallelGroupedQueries, "dense": GroupedQueries}
+    check_layer(Case(**queries, args=(12, 6, 2), inputs=[Floats((2, 5, 12))]))
+    check_layer(Case(**queries, args=(6, 2, 1), inputs=[Floats((2, 5, 6))]))
     mlp = {"layer": page.ParallelMLP, "dense": MLP}
     check_layer(Case(**mlp, args=(3, 7), inputs=[Floats((4, 3))]))
 

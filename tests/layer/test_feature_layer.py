@@ -21,7 +21,7 @@ class ParallelBilinear(ts.FeatureLayer):
             (out_features, in1_features, in2_features),
             init=init,
             bias_init=init,
-            needs_unit=True,  # torch multiplies no empty shard here
+            takes_none=False,  # torch multiplies no empty shard here
             device=device,
         )
 
@@ -32,7 +32,6 @@ class ParallelBilinear(ts.FeatureLayer):
 class ParallelConvTranspose(ts.FeatureLayer):
     def __init__(self, in_channels, out_channels, size, groups, dim=None, device=None):
         super().__init__(None, dim)
-        self.groups = groups
         shape = (in_channels, out_channels // groups, size)
         fan_in = shape[1] * size
         self.declare_features(
@@ -44,13 +43,14 @@ class ParallelConvTranspose(ts.FeatureLayer):
             weight_dims=(1, 0),
             features_dim=-2,
             groups=groups,
-            needs_unit=True,
+            takes_none=False,
             device=device,
         )
 
     def local_forward(self, input):
-        groups = self.num_own("group") if "group" in self.axes else self.groups
-        return F.conv_transpose1d(input, self.own_weight, self.own_bias, groups=groups)
+        return F.conv_transpose1d(
+            input, self.own_weight, self.own_bias, groups=self.own_groups
+        )
 
 
 class ConvTranspose(nn.ConvTranspose1d):
@@ -87,6 +87,12 @@ CASES = [
     transposed(6, 9, 2, 1, dim=0),
     transposed(10, 15, 3, 5, dim=1),
     transposed(10, 15, 3, 5),
+    # on 3 and 4 ranks, some hold nothing
+    transposed(6, 2, 2, 1, dim=1),
+    transposed(2, 9, 2, 1, dim=0),
+    transposed(4, 6, 3, 2, dim=1),
+    bilinear(dim=1, unit=4),
+    bilinear(dim=0, unit=5),
 ]
 
 
@@ -97,5 +103,5 @@ def every_case_equals_dense():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_bilinear_and_transposed_layers_equal_torchs(world_size):
-    """Output, every gradient, a step, state, at uneven sizes."""
+    """Output, every gradient, a step, state, at uneven sizes, and on ranks with no features."""
     run_ranks(every_case_equals_dense, world_size)

@@ -390,10 +390,10 @@ def out_proj():
         " one of them out."
     )
     text = refused(
-        nn.MultiheadAttention(8, 1), lambda model: ts.parallelize(model, {"": "heads"})
+        nn.GroupNorm(1, 8), lambda model: ts.parallelize(model, {"": "groups"})
     )
     assert text.startswith(
-        "the model: num_heads=1 is fewer than the 2 ranks of the group"
+        "the model: num_groups=1 is fewer than the 2 ranks of the group"
     )
 
 

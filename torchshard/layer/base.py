@@ -266,7 +266,11 @@ class ParallelLayer(LocalState, ABC):
         self._expect_plain_shards()
         data_parallel.expect_ignored_shards(self)
         args, kwargs = passage.enter(args, kwargs, self.gather_batch)
-        return self.finish(passage.leave(self.local_forward(*args, **kwargs)))
+        return self.finish(passage.leave(self.computed(*args, **kwargs)))
+
+    def computed(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what `local_forward` gives; a base class may stand between."""
+        return self.local_forward(*args, **kwargs)
 
     def _expect_group(self) -> None:
         """Check that the model group is still the one that the layer was built for."""

@@ -7,7 +7,7 @@ of input features (a convolution's channels are its features) and a bias of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class FeatureLayer(ParallelLayer):
 
     With groups of features that see each other alone, "column" divides the groups, and x is
     sharded as well. A subclass sets its fields, calls `declare_features` at the end of its
-    constructor, and computes with `own_weight` and `own_bias`.
+    constructor, and computes with `own_weight`, `own_bias` and, if it has groups, `own_groups`.
 
     Args:
         group: The ranks; None is the model group.
@@ -73,6 +73,10 @@ class FeatureLayer(ParallelLayer):
         super().__init__(group, dim)
         self._packing = packing or Packing()
         self._features_dim = -1
+        self._weight_dims = (0, 1)
+        self._num_groups = 1
+        self._first_input = ""
+        self._filled: tuple[int, int] | None = None
         if self.split == "row" and self._packing.serves != 1:
             raise LayoutError(
                 f"serves={self._packing.serves} with dim={dim!r}: units that several ranks"
@@ -90,7 +94,7 @@ class FeatureLayer(ParallelLayer):
         weight_dims: tuple[int, int] = (0, 1),
         features_dim: int = -1,
         groups: int = 1,
-        needs_unit: bool = False,
+        takes_none: bool = True,
         gather_output: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -107,17 +111,20 @@ class FeatureLayer(ParallelLayer):
             weight_dims: The weight's dims of output and of input features.
             features_dim: Where input and output have their features, counted from the back.
             groups: Number of groups of features that see each other alone.
-            needs_unit: Whether every rank must hold a part, as torch's convolutions ask.
+            takes_none: Whether the operation computes with no features at all. Torch's
+                convolutions do not: a rank that holds none is then given one of zeros, and
+                what comes of it is dropped.
             gather_output: Whether callers get a sharded output whole.
             device: As for torch.nn layers.
             dtype: As for torch.nn layers.
 
         Raises:
-            LayoutError: If a row split is to divide groups, the packing does not fit, or a
-                rank would hold nothing and `needs_unit` is set.
+            LayoutError: If a row split is to divide groups, or the packing does not fit.
         """
-        self._features_dim = features_dim
+        self._features_dim, self._weight_dims = features_dim, weight_dims
+        self._num_groups = groups
         first, in_features = next(iter(inputs.items()))
+        self._first_input = first
         axes: dict[str, Axis] = {}
         weight: Whole | Shard = Whole()
         bias: Whole | Shard = Whole()
@@ -143,8 +150,6 @@ class FeatureLayer(ParallelLayer):
                 Shard(weight_dims[0], own) if is_first else Shard(0, own_inputs or ())
             )
             bias, output = Shard(0, own), Shard(features_dim, own)
-        if needs_unit:
-            self._expect_units(axes)
         self.declare(
             axes=axes,
             parameters={
@@ -159,11 +164,10 @@ class FeatureLayer(ParallelLayer):
             device=device,
             dtype=dtype,
         )
-
-    def _expect_units(self, axes: Mapping[str, Axis]) -> None:
-        for name, axis in axes.items():
-            what = "groups" if name == "group" else f"{name}_{self._word}"
-            self.expect_unit_per_rank(what, axis.num_units)
+        holds_none = not self.weight.numel() and 0 not in weight_shape
+        if holds_none and not takes_none:
+            out, into = (max(1, self.weight.shape[dim]) for dim in weight_dims)
+            self._filled = (out, into)
 
     def _groups(
         self, groups: int, in_features: int, out_features: int
@@ -194,7 +198,10 @@ class FeatureLayer(ParallelLayer):
     def own_weight(self) -> Tensor:
         """This rank's part of the weight, as `local_forward` reads it."""
         overlaps = self._specs["weight"].grad == "overlapping"
-        return self.shared("weight") if overlaps else self.weight
+        weight = self.shared("weight") if overlaps else self.weight
+        for dim, size in zip(self._weight_dims, self._filled or (), strict=False):
+            weight = _with_zeros(weight, dim, size)
+        return weight
 
     @property
     def own_bias(self) -> Tensor | None:
@@ -202,7 +209,27 @@ class FeatureLayer(ParallelLayer):
         if self.bias is None or self.split == "row":
             return None
         overlaps = self._specs["bias"].grad == "overlapping"
-        return self.shared("bias") if overlaps else self.bias
+        bias = self.shared("bias") if overlaps else self.bias
+        return bias if self._filled is None else _with_zeros(bias, 0, self._filled[0])
+
+    @property
+    def own_groups(self) -> int:
+        """How many groups this rank computes, at least one; all where they are not divided."""
+        if "group" not in self.axes:
+            return self._num_groups
+        return max(1, self.num_own("group"))
+
+    def computed(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what `local_forward` gives; of a feature of zeros, where the rank has none."""
+        if self._filled is None:
+            return self.local_forward(*args, **kwargs)
+        if not args:
+            args = (kwargs.pop(self._first_input),)
+        x = _with_zeros(args[0], self._features_dim, self._filled[1])
+        output = self.local_forward(x, *args[1:], **kwargs)
+        if self.split == "row":
+            return output
+        return output.narrow(self._features_dim, 0, 0)
 
     def finish(self, output: Tensor) -> Tensor:
         """Add the bias of a row split, once, after the sum over ranks."""
@@ -210,3 +237,10 @@ class FeatureLayer(ParallelLayer):
             return output
         behind = -1 - self._features_dim
         return output + self.bias.to(output.dtype).view(-1, *[1] * behind)
+
+
+def _with_zeros(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return `x` with zeros behind it, so that `dim` has the given size."""
+    shape = list(x.shape)
+    shape[dim] = size - shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim) if shape[dim] else x
