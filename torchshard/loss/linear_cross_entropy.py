@@ -118,6 +118,7 @@ def parallel_linear_cross_entropy(
         RuntimeError: In backward, if it is to be differentiated again.
 
     Example:
+        >>> import torch
         >>> x, weight = torch.ones(2, 3), torch.zeros(10, 3)
         >>> parallel_linear_cross_entropy(x, weight, torch.tensor([1, 9]))
         tensor(2.3026)
