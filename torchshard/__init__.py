@@ -31,7 +31,9 @@ from torchshard.initializer import (
     xavier_uniform,
 )
 from torchshard.layer import (
+    ClassLoss,
     FeatureLayer,
+    MarginHead,
     MarkedLayer,
     ParallelLayer,
     ParameterSpec,
@@ -55,12 +57,14 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Axis",
+    "ClassLoss",
     "Column",
     "Constant",
     "FeatureLayer",
     "Given",
     "Initializer",
     "Layout",
+    "MarginHead",
     "MarkedLayer",
     "Normal",
     "Packing",

@@ -1,8 +1,17 @@
 """The base classes of sharded layers."""
 
 from torchshard.layer.base import ParallelLayer
+from torchshard.layer.class_loss import ClassLoss
 from torchshard.layer.declaration import ParameterSpec
 from torchshard.layer.features import FeatureLayer
+from torchshard.layer.margin_head import MarginHead
 from torchshard.layer.marked import MarkedLayer
 
-__all__ = ["FeatureLayer", "MarkedLayer", "ParallelLayer", "ParameterSpec"]
+__all__ = [
+    "ClassLoss",
+    "FeatureLayer",
+    "MarginHead",
+    "MarkedLayer",
+    "ParallelLayer",
+    "ParameterSpec",
+]
