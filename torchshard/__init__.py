@@ -32,7 +32,9 @@ from torchshard.initializer import (
 )
 from torchshard.layer import (
     AttentionLayer,
+    ClassLoss,
     FeatureLayer,
+    MarginHead,
     MarkedLayer,
     ParallelLayer,
     ParameterSpec,
@@ -58,12 +60,14 @@ __version__ = "0.2.0"
 __all__ = [
     "AttentionLayer",
     "Axis",
+    "ClassLoss",
     "Column",
     "Constant",
     "FeatureLayer",
     "Given",
     "Initializer",
     "Layout",
+    "MarginHead",
     "MarkedLayer",
     "Normal",
     "Packing",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.nn import _reduction as legacy
 from torchshard.checks import expect_indices
 from torchshard.distributed import collectives, ops
 from torchshard.errors import LayoutError, ShapeError
@@ -29,6 +30,15 @@ class Criterion(NamedTuple):
     reduction: Reduction = "mean"
     label_smoothing: float = 0.0
     lse_square_scale: float = 0.0
+
+
+def named_reduction(
+    reduction: Reduction, size_average: bool | None, reduce: bool | None
+) -> Reduction:
+    """Return `reduction`, or what torch's older names for it say where one is given."""
+    if size_average is None and reduce is None:
+        return reduction
+    return cast(Reduction, legacy.legacy_get_string(size_average, reduce))
 
 
 def expect_criterion(
@@ -131,7 +141,7 @@ def targets_of(
     if target.is_floating_point():
         return Targets(None, None, as_rows(_own_target(target, sharding)), own_weight)
     columns = target.long()
-    weights = _target_weights(columns, weight, criterion.ignore_index, dtype)
+    weights = target_weights(columns, weight, criterion.ignore_index, dtype)
     hard = (1 - criterion.label_smoothing) * weights
     return Targets(columns, hard, None, own_weight)
 
@@ -162,7 +172,7 @@ def own_targets(columns: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
     return own, torch.where(own, columns - first, 0)
 
 
-def _target_weights(
+def target_weights(
     columns: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
     """Return the class weight of each row's target, 0 for ignored rows."""
@@ -236,7 +246,7 @@ def _denominators(
     if columns is None:
         return row_loss.numel()
     ignore_index, dtype = criterion.ignore_index, row_loss.dtype
-    weights = _target_weights(columns, weight, ignore_index, dtype).sum()
+    weights = target_weights(columns, weight, ignore_index, dtype).sum()
     if num_dims == 0:
         return weights
     return torch.stack([weights, (columns != ignore_index).to(dtype).sum()])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import _reduction as _Reduction
 from torchshard.distributed.groups import ShardGroup
 from torchshard.errors import LayoutError
 from torchshard.layout import balanced_ranges
@@ -17,6 +16,7 @@ from torchshard.loss.criterion import (
     Reduction,
     expect_criterion,
     expect_target,
+    named_reduction,
     reduced,
     targets_of,
 )
@@ -107,9 +107,7 @@ def parallel_cross_entropy(
             the logits are integers, or are a parameter and `inplace`.
         ShardedOpError: If another dim than the class dim is sharded, or if it is packed.
     """
-    if size_average is not None or reduce is not None:
-        older = _Reduction.legacy_get_string(size_average, reduce)
-        reduction = cast(Reduction, older)
+    reduction = named_reduction(reduction, size_average, reduce)
     ours = lse_square_scale or return_lse or inplace
     if not (
         ours or isinstance(input, ShardedTensor) or isinstance(target, ShardedTensor)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torchshard.loss.head_arguments import HeadOptions
-from torchshard.loss.margin import Margin
+from torchshard.loss.margin import TargetMargin
 from torchshard.loss.rows import SoftWeights, wide
 
 _CPU_CHUNK_BYTES = 4 << 20
@@ -150,7 +150,9 @@ class Head(NamedTuple):
         return block.permute(1, 2, 0).reshape(stop - start, -1)
 
 
-def _put_margin(logits: Tensor, margin: Margin, mine: Tensor, at: Tensor) -> Tensor:
+def _put_margin(
+    logits: Tensor, margin: TargetMargin, mine: Tensor, at: Tensor
+) -> Tensor:
     """Put the margin into the targets' logits, s times their cosines; return its slope."""
     plain = logits.gather(0, at)
     cosine = plain / margin.scale

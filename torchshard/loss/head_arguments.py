@@ -11,7 +11,7 @@ from torchshard.distributed.groups import ShardGroup
 from torchshard.errors import LayoutError, ShapeError
 from torchshard.layout import Ranges
 from torchshard.loss.criterion import Criterion, expect_criterion, expect_target
-from torchshard.loss.margin import Margin
+from torchshard.loss.margin import TargetMargin
 from torchshard.owners import owner_of
 from torchshard.tensor.sharded import Sharding
 
@@ -34,7 +34,7 @@ class HeadOptions:
 
     sharding: Sharding
     criterion: Criterion
-    margin: Margin | None = None
+    margin: TargetMargin | None = None
     sample_rate: float = 1.0
     sparse: bool = False
     chunk_bytes: int | None = None

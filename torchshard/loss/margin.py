@@ -9,6 +9,7 @@ SphereFace has m1 alone (arXiv:1704.08063), ArcFace m2 (arXiv:1801.07698), CosFa
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,46 @@ from torch import Tensor
 from torchshard.errors import LayoutError
 
 
+class TargetMargin(ABC):
+    """Base of margins: phi, which takes the place of the target's cosine, and the scale.
+
+    phi is a function of the cosine alone, with numbers for its constants: backward computes
+    it again, for a chunk of classes at a time, and gives no gradient to anything else.
+
+    Attributes:
+        scale: s, which multiplies all cosines.
+
+    Example:
+        >>> class Parabola(TargetMargin):
+        ...     def __init__(self, bend, scale):
+        ...         self.bend, self.scale = bend, scale
+        ...
+        ...     def of(self, cosine):
+        ...         return 1 - self.bend * self.angle(cosine) ** 2
+        >>> Parabola(0.6, 8.0).of(torch.zeros(1))
+        tensor([-0.4804])
+    """
+
+    scale: float
+
+    @abstractmethod
+    def of(self, cosine: Tensor) -> Tensor:
+        """Return phi of the targets' cosines, elementwise."""
+
+    def slope(self, cosine: Tensor) -> Tensor:
+        """Return the derivative of phi; a margin that has a formula for it may be faster."""
+        ones = torch.ones_like(cosine)
+        slope: Tensor = torch.func.jvp(self.of, (cosine,), (ones,))[1]
+        return slope
+
+    def angle(self, cosine: Tensor) -> Tensor:
+        """Return t, whose derivative is finite, also at 1 and -1."""
+        eps = torch.finfo(cosine.dtype).eps
+        return cosine.clamp(-1 + eps, 1 - eps).acos()
+
+
 @dataclass(frozen=True)
-class Margin:
+class Margin(TargetMargin):
     """The margin of the target's class, and the scale of all logits.
 
     Where m1 t + m2 would pass half a turn, phi would rise again. There it is continued by
@@ -52,7 +91,7 @@ class Margin:
 
     def of(self, cosine: Tensor) -> Tensor:
         """Return phi of the targets' cosines. Its gradient is finite, also at 1 and -1."""
-        angle = self._angle(cosine)
+        angle = self.angle(cosine)
         moved = (self.multiplied * angle + self.added).cos()
         phi = torch.where(self._turns(angle), moved, cosine - self._slack)
         phi = phi - self.subtracted
@@ -60,14 +99,10 @@ class Margin:
 
     def slope(self, cosine: Tensor) -> Tensor:
         """Return the derivative of phi: m1 sin(m1 t + m2) / sin t, or 1 where it is continued."""
-        angle = self._angle(cosine)
+        angle = self.angle(cosine)
         moved = (self.multiplied * angle + self.added).sin() / angle.sin()
         slope = torch.where(self._turns(angle), self.multiplied * moved, 1)
         return torch.where(cosine > 0, slope, 1) if self.easy else slope
-
-    def _angle(self, cosine: Tensor) -> Tensor:
-        eps = torch.finfo(cosine.dtype).eps
-        return cosine.clamp(-1 + eps, 1 - eps).acos()
 
     @property
     def _last(self) -> float:

@@ -7,12 +7,16 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchshard.checks import expect_indices
 from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import ShapeError
-from torchshard.layout import Ranges
-from torchshard.loss.criterion import Criterion, Reduction, expect_criterion
+from torchshard.layout import Ranges, balanced_ranges
+from torchshard.loss.criterion import (
+    Criterion,
+    Reduction,
+    expect_criterion,
+    expect_target,
+)
 from torchshard.loss.head_arguments import (
     HeadOptions,
     class_ranges,
@@ -20,7 +24,7 @@ from torchshard.loss.head_arguments import (
     expect_classes,
 )
 from torchshard.loss.head_losses import loss_of_head
-from torchshard.loss.margin import Margin
+from torchshard.loss.margin import TargetMargin
 from torchshard.loss.rows import wide
 from torchshard.tensor.sharded import Sharding, mark
 
@@ -29,7 +33,7 @@ def parallel_margin_cross_entropy(
     input: Tensor,
     centres: Tensor,
     target: Tensor,
-    margin: Margin,
+    margin: TargetMargin,
     *,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
@@ -42,7 +46,7 @@ def parallel_margin_cross_entropy(
     """Compute the cross-entropy of scaled cosines, with a margin for the target's.
 
     With x and W scaled to length 1, the logits of a row are s x W^T, the target's s phi(x W^T)
-    (`Margin`). Gradients are exact: the margin and both norms are differentiated. Logits
+    (`TargetMargin`). Gradients are exact: the margin and both norms are differentiated. Logits
     exist for a chunk of classes at a time, as in `parallel_linear_cross_entropy`.
 
         input       (N, F)          whole
@@ -76,8 +80,9 @@ def parallel_margin_cross_entropy(
         LayoutError: If an option is out of its range, or if dtypes differ.
 
     Example:
+        >>> import torch, torchshard as ts
         >>> x, centres = torch.eye(3)[:2], torch.eye(3)
-        >>> arc = Margin(added=0.5, scale=8.0)
+        >>> arc = ts.loss.Margin(added=0.5, scale=8.0)
         >>> parallel_margin_cross_entropy(x, centres, torch.tensor([0, 1]), arc)
         tensor(0.0018)
     """
@@ -103,7 +108,7 @@ def margin_cross_entropy_of_shard(
     input: Tensor,
     centres: Tensor,
     target: Tensor,
-    margin: Margin,
+    margin: TargetMargin,
     *,
     criterion: Criterion,
     sample_rate: float,
@@ -122,8 +127,7 @@ def margin_cross_entropy_of_shard(
             f"input has shape {tuple(input.shape)} and centres {tuple(centres.shape)};"
             " expected (N, F) and (C / R, F)."
         )
-    if target.is_floating_point():
-        raise ShapeError("target holds probabilities; a margin needs class indices.")
+    _expect_indices(target)
     sharding = Sharding(1, ranges, group)
     options = HeadOptions(sharding, criterion, margin, sample_rate, sparse, chunk_bytes)
     shape = (len(input), ranges.size)
@@ -134,10 +138,55 @@ def margin_cross_entropy_of_shard(
     return loss_of_head(x, centres, None, target, None, options)[0]
 
 
+def margin_cross_entropy_of_features(
+    input: Tensor,
+    centres: Tensor,
+    target: Tensor,
+    margin: TargetMargin,
+    criterion: Criterion,
+    group: ShardGroup,
+) -> Tensor:
+    """Return the loss where the features are divided, for the `local_forward` of a layer.
+
+    Args:
+        input: `(N, F / R)`.
+        centres: `(C, F / R)`.
+        target: Class indices `(N,)`.
+        margin: The margin, and the scale.
+        criterion: Which rows count, and how they are put together.
+        group: The ranks.
+
+    Raises:
+        ShapeError: If the shapes do not fit.
+        TargetError: If a target is neither a class nor `ignore_index`.
+        LayoutError: If an option is out of its range, or if dtypes differ.
+    """
+    if input.dim() != 2:
+        raise ShapeError(f"input has {input.dim()} dims; expected (N, F / R).")
+    _expect_targets(target, (len(input), len(centres)), criterion)
+    cosines = cosines_of_features(input, centres, group)
+    return _loss_of_cosines(cosines, target, margin, criterion)
+
+
+def _expect_targets(
+    target: Tensor, shape: tuple[int, ...], criterion: Criterion
+) -> None:
+    """Check the targets against cosines of that whole shape, with all classes here."""
+    _expect_indices(target)
+    sharding = Sharding(1, balanced_ranges(shape[1], 1), ShardGroup())
+    expect_criterion(criterion, None, shape[1])
+    expect_target(target, torch.Size(shape), criterion, sharding)
+
+
+def _expect_indices(target: Tensor) -> None:
+    if target.is_floating_point():
+        raise ShapeError("target holds probabilities; a margin needs class indices.")
+
+
 def cosines_of_shard(
     input: Tensor, centres: Tensor, ranges: Ranges, group: ShardGroup
 ) -> Tensor:
-    """Return the cosines of inputs `(N, F)` with this rank's centres, marked as a shard."""
+    """Return the cosines of inputs `(*, F)` with this rank's centres, marked as a shard."""
     dtype = compute_dtype(input, centres)
     products = F.linear(F.normalize(input, dim=-1).to(dtype), centres.to(dtype))
     cosines = products * _inverse_length(centres.square().sum(1)).to(products.dtype)
@@ -145,12 +194,12 @@ def cosines_of_shard(
 
 
 def cosines_of_features(input: Tensor, centres: Tensor, group: ShardGroup) -> Tensor:
-    """Return the whole cosines `(N, C)` of inputs and centres by their features' shards.
+    """Return the whole cosines `(*, C)` of inputs and centres by their features' shards.
 
     Products and squared lengths are partials, which one all-reduce sums.
 
     Args:
-        input: `(N, F / R)`.
+        input: `(*, F / R)`, with `*` for any number of dims.
         centres: `(C, F / R)`.
         group: The ranks.
     """
@@ -158,7 +207,7 @@ def cosines_of_features(input: Tensor, centres: Tensor, group: ShardGroup) -> Te
     dtype = wide(input.dtype)
     partials = [
         F.linear(input, centres.to(input.dtype)).to(dtype),
-        input.to(dtype).square().sum(1, keepdim=True),
+        input.to(dtype).square().sum(-1, keepdim=True),
         centres.to(dtype).square().sum(1),
     ]
     sums = ops.reduce(torch.cat([x.flatten() for x in partials]), group)
@@ -181,18 +230,23 @@ def _inverse_length(square: Tensor) -> Tensor:
 
 
 def margin_cross_entropy(
-    cosines: Tensor, target: Tensor, margin: Margin, criterion: Criterion
+    cosines: Tensor, target: Tensor, margin: TargetMargin, criterion: Criterion
 ) -> Tensor:
     """Return the loss of whole cosines `(N, C)`, with the margin at the targets.
 
     Raises:
+        ShapeError: If there is not one class for each row.
         TargetError: If a target is neither a class nor `ignore_index`.
         LayoutError: If an option is out of its range.
     """
-    ignore_index, num_classes = criterion.ignore_index, cosines.shape[1]
-    expect_criterion(criterion, None, num_classes)
-    expect_indices(target, num_classes, "target", ignore_index)
-    target = target.long()
+    _expect_targets(target, tuple(cosines.shape), criterion)
+    return _loss_of_cosines(cosines, target, margin, criterion)
+
+
+def _loss_of_cosines(
+    cosines: Tensor, target: Tensor, margin: TargetMargin, criterion: Criterion
+) -> Tensor:
+    ignore_index, target = criterion.ignore_index, target.long()
     columns = torch.where(target == ignore_index, 0, target).unsqueeze(1)
     phi = margin.of(cosines.gather(1, columns))
     return F.cross_entropy(
