@@ -30,14 +30,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchshard.layout import balanced_ranges
 from torchshard.testing import run_ranks
+from traffic import Traffic
 
 ROWS = 256
 FEATURES = 512
 MIB = 1 << 20
-FREE = ("wait_tensor", "_wrap_tensor_autograd")  # they send nothing
 Step = Callable[[], None]
 
 
@@ -109,35 +108,6 @@ def first_release(wheel: str) -> ModuleType:
         sys.modules.update(ours)
     old.distributed.init_process_group(group_size=dist.get_world_size())
     return old
-
-
-class Traffic(TorchDispatchMode):
-    """Counts collectives, and the bytes that this rank sends for them around a ring."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.bytes = 0, 0.0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return (
-                NotImplemented  # taken apart first, it comes again with plain tensors
-            )
-        size, name = dist.get_world_size(), func._overloadpacket.__name__
-        if name in ("allreduce_", "all_reduce", "all_reduce_"):
-            self._add(args[0], 2 * (size - 1) / size)
-        elif name in ("_allgather_base_", "allgather_"):
-            self._add(args[1], size - 1)
-        elif name == "all_gather_into_tensor":
-            self._add(args[0], size - 1)
-        elif func.namespace in ("c10d", "_c10d_functional") and name not in FREE:
-            raise NotImplementedError(f"{name} is not counted yet")
-        return func(*args, **kwargs or {})
-
-    def _add(self, sent: Tensor | list[Tensor], factor: float) -> None:
-        tensors = [sent] if isinstance(sent, Tensor) else sent
-        self.calls += 1
-        self.bytes += factor * sum(tensor.nbytes for tensor in tensors)
 
 
 def peak_bytes(step: Step) -> int:
