@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torchshard.errors import ShapeError
+from torchshard.tensor.lookups import is_lookup, looked_up
 from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
@@ -163,8 +164,13 @@ def _sliced(
 def _getitem(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Index dims that are whole with integers and slices, a packed one at its blocks."""
+    """Index dims that are whole with integers and slices, a packed one at its blocks.
+
+    A tensor of ids looks up rows.
+    """
     x, index = args
+    if is_lookup(index):
+        return looked_up(x, index)
     if not isinstance(x, ShardedTensor):
         raise mixes("indexing", first_sharded([index]).sharding, "by it has no rule")
     items = _full_index(x, index)
@@ -193,7 +199,9 @@ def _full_index(x: ShardedTensor, index: Any) -> list[Any]:
     items = list(index) if isinstance(index, tuple) else [index]
     plain = (int, slice, type(None), type(Ellipsis))
     if any(isinstance(item, bool) or not isinstance(item, plain) for item in items):
-        raise mixes("indexing", x.sharding, "with a tensor or list has no rule")
+        raise mixes(
+            "indexing", x.sharding, "with a list, a mask or several tensors has no rule"
+        )
     if Ellipsis in items:
         place = items.index(Ellipsis)
         named = sum(item is not None for item in items) - 1
