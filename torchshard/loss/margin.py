@@ -46,7 +46,7 @@ class TargetMargin(ABC):
 
     def slope(self, cosine: Tensor) -> Tensor:
         """Return the derivative of phi; a margin that has a formula for it may be faster."""
-        _, pullback = torch.func.vjp(self.of, cosine)
+        pullback = torch.func.vjp(self.of, cosine)[1]
         (slope,) = pullback(torch.ones_like(cosine))
         return cast(Tensor, slope)
 
