@@ -199,6 +199,20 @@ class Ranges:
         """Return the first global index of `rank`, for a dim whose ranges are contiguous."""
         return sum(self.lengths[:rank])
 
+    def place(self, rank: int, index: int) -> int | None:
+        """Return where `rank` holds the global `index`; None if it does not.
+
+        Example:
+            >>> balanced_ranges(5, 2).place(1, 4), balanced_ranges(5, 2).place(1, 0)
+            (1, None)
+        """
+        before = 0
+        for start, stop in self.per_rank[rank]:
+            if start <= index < stop:
+                return before + index - start
+            before += stop - start
+        return None
+
     def scaled(self, factor: int) -> Ranges:
         """Return the ranges of a dim in which every index became `factor` indices."""
         per_rank = tuple(

@@ -1,6 +1,7 @@
 """Activations that know they are shards, and what each operation does to them."""
 
 from torchshard.tensor import (
+    attention,
     batched,
     convolutions,
     cutting,
@@ -23,6 +24,7 @@ __all__ = [
     "RULES",
     "ShardedTensor",
     "Sharding",
+    "attention",
     "batched",
     "convolutions",
     "cutting",

@@ -8,13 +8,10 @@ over the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
 from torchshard.distributed import ops
-from torchshard.distributed.random import shard_rng
-from torchshard.tensor.elementwise import aligned
 from torchshard.tensor.sharded import (
     ShardedTensor,
     first_sharded,
@@ -46,24 +43,6 @@ def _trailing(
         raise mixes(name, sharding, "normalises over it")
     named = dict(zip(kwargs, _copied(kwargs.values(), x), strict=True))
     return mark(local_call(func, (x, *_copied(rest, x)), named), x.sharding)
-
-
-@rule(["scaled_dot_product_attention"])
-def _attention(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """Attend within each head, where the heads, or the batch, hold the sharded dim."""
-    name = func.__name__
-    x = first_sharded([*args, *kwargs.values()])
-    sharding = x.sharding.at(x.sharding.dim - x.dim())
-    if sharding.dim >= -2:
-        raise mixes(name, x.sharding, "attends over it")
-    values = tuple(aligned(name, arg, sharding) for arg in args)
-    named = {key: aligned(name, value, sharding) for key, value in kwargs.items()}
-    drops = args[4] if len(args) > 4 else kwargs.get("dropout_p")
-    with shard_rng(sharding.group, x.device) if drops else nullcontext():
-        result = local_call(func, values, named)
-    return mark(result, sharding.at(result.dim() + sharding.dim))
 
 
 _POOLS = {

@@ -64,7 +64,9 @@ def _embedding(
     def compute(ids: Tensor, table: Tensor) -> Tensor:
         if rows is None:
             return _rows(ids, table, padding_idx, by_freq)
-        padding = _own_row(padding_idx, rows)
+        padding = None
+        if padding_idx is not None:
+            padding = rows.ranges.place(rows.group.rank, padding_idx)
         look_up = partial(_rows, padding_idx=padding, by_freq=by_freq)
         return _own_rows(look_up, ids, table, rows, only_own=by_freq)
 
@@ -108,16 +110,6 @@ def _divided_rows(table: Tensor) -> Sharding | None:
     """Return how the rows of a table are divided; None if they are not."""
     if isinstance(table, ShardedTensor) and table.sharding.dim == 0:
         return table.sharding
-    return None
-
-
-def _own_row(row: int | None, rows: Sharding) -> int | None:
-    """Return where this rank holds `row` of the table; None if another one does."""
-    place = 0
-    for start, stop in rows.ranges.per_rank[rows.group.rank]:
-        if row is not None and start <= row < stop:
-            return place + row - start
-        place += stop - start
     return None
 
 
