@@ -22,13 +22,11 @@ FIELDS = {
     "bias": True,
     "width": 4,
     "remark": "plain",
-    "__module": "{{ cookiecutter.class_name | snake }}",
     "__doubled": "{{ cookiecutter.width * 2 }}",
     "_out": ".",
-    "_pkg": "layer_zoo",
-    "_tests": "tests",
-    "_py": "py",
-    "_import": "layer_zoo.parallel_tiny",
+    "__layer": "{{ cookiecutter.class_name | snake }}.py",
+    "__test": "test_{{ cookiecutter.class_name | snake }}.py",
+    "_import": "parallel_tiny",
     "_extensions": ["torchshard_cli.snake.SnakeExtension"],
     "_jinja2_env_vars": {"trim_blocks": True, "lstrip_blocks": True},
     "_new_lines": "\n",
@@ -62,14 +60,8 @@ def test_width():
     assert {{ cookiecutter.class_name }}.width == {{ cookiecutter.width + 1 }}
 '''
 MACROS = "{% macro title(remark) %}A {{ remark }} layer.{% endmacro %}\n"
-MODULE_PATH = (
-    "{{cookiecutter._out}}/{{cookiecutter._pkg}}/"
-    "{{cookiecutter.__module}}.{{cookiecutter._py}}"
-)
-TEST_PATH = (
-    "{{cookiecutter._out}}/{{cookiecutter._tests}}/"
-    "test_{{cookiecutter.__module}}.{{cookiecutter._py}}"
-)
+MODULE_PATH = "{{cookiecutter._out}}/{{cookiecutter.__layer}}"
+TEST_PATH = "{{cookiecutter._out}}/{{cookiecutter.__test}}"
 
 
 def write(path: Path, text: str) -> Path:

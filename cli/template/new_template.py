@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import UsageError, WriteError
-from ..naming.names import did_you_mean, suggested_class
+from ..naming.names import did_you_mean, snake_case, suggested_class
 from .catalogue import NAME, OWN, Catalogue
 from .template import Template, read_fields
 from .template_files import FIELDS, Files
@@ -25,6 +25,7 @@ def copied_files(template: Template, name: str) -> Files:
     fields = read_fields(files)
     class_name = suggested_class(name)
     fields["class_name"] = class_name
+    fields["_import"] = snake_case(class_name)
     ours = fields.setdefault("_torchshard", {})
     ours["title"] = f"Made from {template.name}; say here what it generates"
     ours["names"] = [f"*{class_name.removeprefix('Parallel')}"]

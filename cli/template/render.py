@@ -10,7 +10,7 @@ import os
 import posixpath
 import tempfile
 import traceback
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..project.header import add_header
 from ..project.layer import Layer
 from .hooks import running_hooks
 from .template import Template
-from .template_files import FIELDS, TemplateFile
+from .template_files import FIELDS, TemplateFile, path_values
 from .trust import require_trust
 
 
@@ -40,9 +40,11 @@ def render_template(template: Template, layer: Layer) -> dict[str, str]:
     layer = replace(layer, options=template.complete(layer.options))
     with tempfile.TemporaryDirectory(prefix="torchshard-") as name:
         scratch = Path(name).resolve()
+        outputs = template.outputs(layer.package, layer.tests, layer.module)
         _stage(template, scratch / "stage")
+        _make_folders(scratch / "out", outputs)
         _generate(template, layer, scratch / "stage", scratch / "out")
-        bodies = _read(template, layer, scratch / "out")
+        bodies = _read(template, outputs, scratch / "out")
     content_hash = template.content_hash()
     return {
         path: add_header(body, layer, content_hash) for path, body in bodies.items()
@@ -63,6 +65,12 @@ def _check_text(file: TemplateFile) -> None:
         file.content.decode()
     except UnicodeDecodeError as error:
         raise TemplateError(f"{file.label}: not UTF-8 text") from error
+
+
+def _make_folders(out: Path, outputs: Iterable[str]) -> None:
+    """Make the folders of `outputs`: cookiecutter makes none that a file's name holds."""
+    for path in outputs:
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
 
 
 def _generate(template: Template, layer: Layer, stage: Path, out: Path) -> None:
@@ -93,20 +101,29 @@ def _context(template: Template, layer: Layer, stage: Path) -> dict[str, Any]:
     extension = f"{SnakeExtension.__module__}.{SnakeExtension.__qualname__}"
     given: dict[str, Any] = {
         **layer.options,
+        **_given_paths(template, layer),
         "class_name": layer.class_name,
-        "__module": layer.module,
         "_extensions": [extension],
         "_import": layer.import_path,
         "_new_lines": "\n",
-        "_out": ".",
-        "_pkg": layer.package,
-        "_py": "py",
-        "_tests": layer.tests,
     }
     if layer.reading:
         given["_reading"] = layer.reading
     private = {key: raw[key] for key in raw if key.startswith("_")}
     return _computed(template, {**private, **given}, keep=given)
+
+
+def _given_paths(template: Template, layer: Layer) -> dict[str, str]:
+    """The variables of the paths of `layer`.
+
+    A template whose paths are made of the parts may have a `__layer` or `__test` of its own.
+    """
+    values = path_values(layer.package, layer.tests, layer.module)
+    paths = " ".join(template.files)
+    for whole in ("__layer", "__test"):
+        if f"cookiecutter.{whole}" not in paths:
+            del values[whole]
+    return values
 
 
 def _computed(
@@ -160,10 +177,10 @@ def _shown(name: str, template: Template) -> str:
     return template.files[path].label if path in template.files else path
 
 
-def _read(template: Template, layer: Layer, out: Path) -> dict[str, str]:
+def _read(template: Template, outputs: list[str], out: Path) -> dict[str, str]:
     paths = [path for path in out.rglob("*") if path.is_file()]
     if not template.has_hooks:
-        _check_outputs(template, layer, len(paths))
+        _check_outputs(template, outputs, len(paths))
     bodies = {
         path.relative_to(out).as_posix(): _read_body(template, path)
         for path in sorted(paths, key=lambda path: (_is_test(path), path))
@@ -178,11 +195,8 @@ def _is_test(path: Path) -> bool:
     return path.name.startswith("test_")
 
 
-def _check_outputs(template: Template, layer: Layer, count: int) -> None:
+def _check_outputs(template: Template, outputs: list[str], count: int) -> None:
     """Refuse two files for one path, of which one would be lost."""
-    outputs = template.outputs(
-        package=layer.package, tests=layer.tests, module=layer.module
-    )
     twice = sorted({path for path in outputs if outputs.count(path) > 1})
     if twice:
         raise TemplateError(

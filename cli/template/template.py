@@ -19,9 +19,10 @@ from .template_files import (
     FIELDS,
     HOOKS,
     PARTIALS,
-    PATH_VARIABLES,
     SHARED,
     Files,
+    path_values,
+    rendered_path,
 )
 
 BUNDLED = "bundled"
@@ -78,12 +79,9 @@ class Template:
 
     def short_names(self) -> dict[str, str]:
         """The short name of each file, which a person can type, by its path."""
-        words = {"__module": "module", "_py": "py"}
+        words = path_values("package", "tests", "module")
         return {
-            path: PATH_VARIABLES.sub(
-                lambda match: words.get(match[1], match[1]), PurePosixPath(path).name
-            )
-            for path in self.files
+            path: PurePosixPath(rendered_path(path, words)).name for path in self.files
         }
 
     def parse_options(self, settings: Iterable[str]) -> dict[str, Value]:
@@ -140,20 +138,15 @@ class Template:
             default=0,
         )
 
-    def outputs(self, **variables: str) -> list[str]:
-        """What it writes, with `variables` for those in its paths.
-
-        Those that are not given stand as `{package}`, `{tests}` and `{module}`.
-        """
-        words = {"package": "{package}", "tests": "{tests}", "module": "{module}"}
-        words |= variables
-        values = {"_out": ".", "_py": "py", "_pkg": words["package"]}
-        values |= {"_tests": words["tests"], "__module": words["module"]}
-        rendered = (
-            PATH_VARIABLES.sub(lambda match: values[match[1]], name)
-            for name in self._rendered_files()
-        )
-        return [str(PurePosixPath(path)) for path in rendered]
+    def outputs(
+        self,
+        package: str = "{package}",
+        tests: str = "{tests}",
+        module: str = "{module}",
+    ) -> list[str]:
+        """What it writes for a layer in that package and module, with a test there."""
+        values = path_values(package, tests, module)
+        return [rendered_path(name, values) for name in self._rendered_files()]
 
     def _rendered_files(self) -> Iterator[str]:
         for name in self.files:

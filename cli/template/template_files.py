@@ -8,7 +8,7 @@ path to file. Rendering, hashing and copying see the mapping alone.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ..errors import TemplateError
 
@@ -20,9 +20,8 @@ SHARED = "_shared"
 """Folder beside templates with the partials that all of them may import."""
 
 # The only variables in a template's paths: each is checked before anything is rendered.
-PATH_VARIABLES = re.compile(
-    r"\{\{ ?cookiecutter\.(_out|_pkg|_tests|__module|_py) ?\}\}"
-)
+_VARIABLES = ("_out", "_pkg", "_tests", "_py", "__module", "__layer", "__test")
+_IN_PATH = re.compile(rf"\{{\{{ ?cookiecutter\.({'|'.join(_VARIABLES)}) ?\}}\}}")
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,35 @@ class TemplateFile:
 
 Files = Mapping[str, TemplateFile]
 """Files by posix path relative to the template."""
+
+
+def path_values(package: str, tests: str, module: str) -> dict[str, str]:
+    """The value of each variable that may stand in a template's path.
+
+    Args:
+        package: Folder of the module, relative to the project's root.
+        tests: Folder of the test, likewise.
+        module: Name of the module's file, without `.py`.
+    """
+    return {
+        "_out": ".",
+        "_pkg": package,
+        "_tests": tests,
+        "_py": "py",
+        "__module": module,
+        "__layer": str(PurePosixPath(package, f"{module}.py")),
+        "__test": str(PurePosixPath(tests, f"test_{module}.py")),
+    }
+
+
+def rendered_path(name: str, values: Mapping[str, str]) -> str:
+    """Where the file `name` of a template lands, relative to the project's root.
+
+    Args:
+        name: Its path relative to the template.
+        values: Those of `path_values`.
+    """
+    return str(PurePosixPath(_IN_PATH.sub(lambda match: values[match[1]], name)))
 
 
 def read_folder(folder: Path, label: str, *, is_bundled: bool = False) -> Files:
@@ -120,11 +148,11 @@ def _paths(folder: Path, tops: Iterable[str]) -> Iterator[Path]:
 
 def _check_path(label: str, name: str) -> None:
     """Refuse a path that could leave the project or that Windows cannot hold."""
-    plain = PATH_VARIABLES.sub("x", name)
+    plain = _IN_PATH.sub("x", name)
     if not re.fullmatch(r"[A-Za-z0-9_./-]+", plain) or ".." in plain:
         raise TemplateError(
             f"{label}: a template's path may hold letters, digits and "
-            "the variables _out, _pkg, _tests, __module, _py of cookiecutter"
+            f"the variables {', '.join(_VARIABLES)} of cookiecutter"
         )
 
 

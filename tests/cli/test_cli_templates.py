@@ -303,8 +303,8 @@ def test_a_path_that_could_escape_is_refused(project, name):
     assert (result.exit_code, result.stderr) == (
         3,
         f"Error: templates/tiny/{{{{cookiecutter._out}}}}/{name}: a template's path may hold "
-        "letters, digits and the variables _out, _pkg, _tests, __module, _py of "
-        "cookiecutter\n",
+        "letters, digits and the variables _out, _pkg, _tests, _py, __module, __layer, "
+        "__test of cookiecutter\n",
     )
 
 
@@ -338,4 +338,5 @@ def test_the_template_is_one_that_cookiecutter_itself_renders(project, tmp_path)
     generate_files(
         project.template, {"cookiecutter": fields}, out, overwrite_if_exists=True
     )
-    assert (out / "layer_zoo" / "parallel_tiny.py").is_file()
+    assert (out / "parallel_tiny.py").is_file()
+    assert "\nfrom parallel_tiny import " in (out / "test_parallel_tiny.py").read_text()

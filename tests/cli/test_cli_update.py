@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from cli_project import Project, add_line, edit, working_in, write
+from cli_project import MODULE_PATH, Project, add_line, edit, working_in, write
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -241,9 +241,7 @@ def test_without_a_last_newline_no_line_is_glued_to_another(project):
     """Markers and lines begin on lines of their own."""
     text = project.module.read_text("utf-8").replace("bias = True", "bias = 1")
     write(project.module, text.rstrip("\n"))
-    path = project.template / "{{cookiecutter._out}}/{{cookiecutter._pkg}}"
-    (template,) = path.iterdir()
-    edit(template, "bias = True", "bias = False")
+    edit(project.template / MODULE_PATH, "bias = True", "bias = False")
     assert project.run("update", "--all").exit_code == 1
     assert project.module.read_text("utf-8").endswith(
         "<<<<<<< yours\n    bias = 1\n||||||| generated before\n    bias = True\n"
@@ -613,8 +611,7 @@ def shown_in_order(text):
 
 def change_template_line(project, number):
     """Put a comment behind a line of the template's layer, if it is one of code."""
-    folder = project.template / "{{cookiecutter._out}}/{{cookiecutter._pkg}}"
-    (path,) = folder.iterdir()
+    path = project.template / MODULE_PATH
     lines = path.read_text("utf-8").splitlines()
     lines[number - 1] += "  # changed" if "=" in lines[number - 1] else ""
     lines.insert(number, f"    # of the template, {number}")

@@ -426,6 +426,57 @@ path.write_text(path.read_text() + "hooked = True\\n")
 """
 
 
+LONGER = {
+    MODULE_PATH: "{{cookiecutter._out}}/{{cookiecutter._pkg}}/"
+    "{{cookiecutter.__module}}.{{cookiecutter._py}}",
+    TEST_PATH: "{{cookiecutter._out}}/{{ cookiecutter._tests }}/"
+    "test_{{cookiecutter.__module}}.{{cookiecutter._py}}",
+}
+"""Paths made of folders and names, by those that are one variable each."""
+
+
+class TestLongerPaths:
+    """Paths whose folders and names are variables of their own, as they first were."""
+
+    @pytest.fixture
+    def longer(self, mine):
+        """The project, with the paths of `mine` in that form, and a `__test` of its own."""
+        for short, long in LONGER.items():
+            text = own(mine, f"mine/{short}").read_text("utf-8")
+            own(mine, f"mine/{short}").unlink()
+            write(own(mine, f"mine/{long}"), text + "own = {{ cookiecutter.__test }}\n")
+        path = own(mine, "mine/cookiecutter.json")
+        fields = json.loads(path.read_text("utf-8"))
+        del fields["__layer"]
+        fields |= {"__module": "x", "_pkg": ".", "_tests": ".", "_py": "py"}
+        fields["__test"] = "{{ cookiecutter.width * 3 }}"
+        write(path, json.dumps(fields))
+        return mine
+
+    def test_they_render_to_the_same_places(self, longer):
+        """And a variable of the template's own keeps its value."""
+        assert longer.run("new-layer", "ParallelMine", "--trust").exit_code == 0
+        for path in ("zoo/parallel_mine.py", "tests/test_parallel_mine.py"):
+            text = (longer.root / path).read_text("utf-8")
+            assert text.endswith("own = 12\n")
+        assert longer.run("check", "--trust").exit_code == 0
+
+    def test_they_have_the_same_short_names(self, longer):
+        """Those that `show` lists."""
+        shown = longer.run("templates", "show", "mine").output
+        assert "writes:      {package}/{module}.py, {tests}/test_{module}.py\n" in shown
+        made_of = (
+            "made of:     cookiecutter.json, macros.j2, module.py, test_module.py\n"
+        )
+        assert made_of in shown
+
+    def test_an_override_in_that_form_is_told_the_path(self, project):
+        """Exit code 3: it would take the place of nothing."""
+        write(own(project, f"tiny/{LONGER[MODULE_PATH]}"), LAYER)
+        said = stderr_of(project, "new-layer", "ParallelTiny", "--trust", exit_code=3)
+        assert f"Did you mean '{MODULE_PATH}'?" in said
+
+
 class TestHooks:
     """Programs of a template around the rendering."""
 

@@ -124,7 +124,9 @@ def test_row_5_what_templates_share_is_found_by_each(project):
 
 def test_row_6_two_files_for_one_place_are_an_error(project):
     """cookiecutter #1820: not the one that happens to win."""
-    path = MODULE_PATH.replace("{{cookiecutter.__module}}", "parallel_tiny")
+    path = (
+        "{{cookiecutter._out}}/{{cookiecutter._pkg}}/parallel_tiny.{{cookiecutter._py}}"
+    )
     write(project.template / path, LAYER)
     result = project.run("new-layer", "ParallelTiny")
     assert result.exit_code == 3
@@ -144,7 +146,6 @@ def test_row_7_a_false_answer_is_false(project):
 )
 def test_row_8_an_answer_is_judged_before_anything_is_rendered(project, setting):
     """cookiecutter #175: one bad answer, one line, nothing written."""
-    shutil.rmtree(project.template / "{{cookiecutter._out}}" / "{{cookiecutter._pkg}}")
     write(project.template / MODULE_PATH, "{{ nope }}")
     result = project.run("new-layer", "ParallelTiny", "--set", setting)
     assert result.exit_code == 2

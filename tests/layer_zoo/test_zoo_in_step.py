@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 from cli_project import render_layer
+from cookiecutter.generate import generate_context, generate_files
+from cookiecutter.prompt import prompt_for_config
+from torchshard_cli.naming.names import snake_case
+from torchshard_cli.project.header import split_header
 from torchshard_cli.project.layer import Layer
 from torchshard_cli.project.lock import read_lock
 from torchshard_cli.template.catalogue import Catalogue, bundled_templates
@@ -60,7 +64,7 @@ def test_every_template_has_a_layer_in_the_zoo() -> None:
 
 
 def template_files(templates: Path, name: str) -> Iterator[Path]:
-    yield from (path for path in (templates / name).rglob("*_py}}") if path.is_file())
+    yield from (templates / name / "{{cookiecutter._out}}").iterdir()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -81,6 +85,26 @@ def test_a_changed_line_of_a_template_is_seen(name: str, tmp_path: Path) -> None
             expect_in_step(layer, Catalogue(templates))
         path.write_text(before)
     expect_in_step(layer, Catalogue(templates))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_cookiecutter_alone_renders_a_bundled_template(
+    name: str, tmp_path: Path
+) -> None:
+    """With the partials beside it, the same folder gives the same layer and test."""
+    folder = tmp_path / name
+    shutil.copytree(bundled_templates() / name, folder)
+    shutil.copytree(bundled_templates() / "_shared", folder / "templates")
+    out = tmp_path / "out"
+    context = generate_context(str(folder / "cookiecutter.json"))
+    fields = prompt_for_config(context, no_input=True)
+    generate_files(folder, {"cookiecutter": fields}, out, overwrite_if_exists=True)
+    plain = {path.name: path.read_text("utf-8") for path in out.iterdir()}
+    template = BUNDLED.load(name)
+    module = snake_case(template.class_name)
+    layer = Layer(template.class_name, name, {}, module, ".", ".", module)
+    ours = render_layer(layer, BUNDLED)
+    assert plain == {path: split_header(text)[1][1:] for path, text in ours.items()}
 
 
 def write_choices(folder: Path) -> int:

@@ -117,7 +117,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel, checkout):
     }
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert "torchshard_templates/_shared/macros.j2" in names
-    assert any("{{cookiecutter._pkg}}" in name for name in names)
+    assert any("{{cookiecutter.__layer}}" in name for name in names)
 
 
 def test_the_wheel_brings_the_command(wheel):
