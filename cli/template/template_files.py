@@ -149,7 +149,8 @@ def _paths(folder: Path, tops: Iterable[str]) -> Iterator[Path]:
 def _check_path(label: str, name: str) -> None:
     """Refuse a path that could leave the project or that Windows cannot hold."""
     plain = _IN_PATH.sub("x", name)
-    if not re.fullmatch(r"[A-Za-z0-9_./-]+", plain) or ".." in plain:
+    climbs = ".." in _IN_PATH.sub(".", name).split("/")  # a folder can be "."
+    if climbs or not re.fullmatch(r"[A-Za-z0-9_./-]+", plain) or ".." in plain:
         raise TemplateError(
             f"{label}: a template's path may hold letters, digits and "
             f"the variables {', '.join(_VARIABLES)} of cookiecutter"

@@ -303,7 +303,9 @@ def test_a_template_without_an_output_folder_is_refused(project):
     assert (result.exit_code, result.stderr) == (3, message)
 
 
-@pytest.mark.parametrize("name", ["{{cookiecutter.remark}}", "a|b", "a..b"])
+@pytest.mark.parametrize(
+    "name", ["{{cookiecutter.remark}}", "a|b", "a..b", ".{{cookiecutter._pkg}}"]
+)
 def test_a_path_that_could_escape_is_refused(project, name):
     """Only checked variables may stand in the path of a template's file."""
     write(project.template / "{{cookiecutter._out}}" / name, "")
