@@ -435,9 +435,7 @@ def refusals():
         "cumsum": lambda: y.cumsum(1),
         "sort": lambda: y.sort(),
         "std": lambda: y.std(1),
-        "batch_norm": lambda: F.batch_norm(image, None, None, training=True),
-        "group_norm": lambda: F.group_norm(image, 2),
-        "layer_norm": lambda: F.layer_norm(y, (4,)),
+        "local_response_norm": lambda: F.local_response_norm(image, 2),
         "both sharded": lambda: F.linear(batch, y),
         "glu": lambda: F.glu(y),
         "nll_loss": lambda: F.nll_loss(y, torch.zeros(3, dtype=torch.long)),
@@ -497,7 +495,7 @@ def refusals():
         assert torch.equal(x, kept), name
     return [
         refusal(calls[name])
-        for name in ("cumsum", "layer_norm", "both sharded", "different splits")
+        for name in ("cumsum", "glu", "both sharded", "different splits")
     ]
 
 
@@ -518,8 +516,9 @@ def test_whatever_would_mix_the_sharded_dim_raises():
     assert run_ranks(refusals, 2)[0] == [
         "cumsum: dim 1 of this tensor, 4 indices, is spread over 2 ranks, and cumsum has no"
         f" rule for sharded tensors. {REMEDY}",
-        "layer_norm: dim 1 of this tensor, 4 indices, is spread over 2 ranks, and layer_norm"
-        f" normalises over it. {REMEDY}",
+        "glu: dim 1 of this tensor, 4 indices, is spread over 2 ranks, and glu needs the two"
+        " indices that it multiplies on one rank: divide the layer that made it in 2 blocks."
+        f" {REMEDY}",
         "linear: its arguments are sharded differently: dim 0 of 4 indices as [2, 2] against"
         " dim 1 of 4 as [2, 2]. Gather one with torchshard.distributed.gather(x).",
         "add: its arguments are sharded differently: dim 1 of 4 indices against dim -1 (from"

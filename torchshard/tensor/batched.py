@@ -1,9 +1,4 @@
-"""Functions that are local as long as the sharded dim is one they treat as a batch.
-
-Matrix products over other dims, attention within heads, norms over other dims, pooling. A whole
-parameter beside the shard is copied into the sharded compute, so that its gradient is summed
-over the ranks.
-"""
+"""Functions that are local as long as the sharded dim is one they treat as a batch: pools, pad."""
 
 from __future__ import annotations
 
@@ -11,39 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torchshard.distributed import ops
 from torchshard.tensor.sharded import (
-    ShardedTensor,
     first_sharded,
     local_call,
     mark,
     mixes,
     rule,
 )
-
-
-def _copied(values: Any, x: ShardedTensor) -> Any:
-    """Return plain tensors among `values` as sharded compute reads them."""
-    return [
-        ops.copy(value, x.sharding.group) if isinstance(value, Tensor) else value
-        for value in values
-    ]
-
-
-@rule(["layer_norm", "rms_norm"])
-def _trailing(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """Work on the last dims; `input` is the shard."""
-    x, *rest = args
-    name = func.__name__
-    shape = kwargs.get("normalized_shape", rest[0] if rest else ())
-    if not isinstance(x, ShardedTensor) or x.sharding.dim >= x.dim() - len(shape):
-        sharding = first_sharded([*args, *kwargs.values()]).sharding
-        raise mixes(name, sharding, "normalises over it")
-    named = dict(zip(kwargs, _copied(kwargs.values(), x), strict=True))
-    return mark(local_call(func, (x, *_copied(rest, x)), named), x.sharding)
-
 
 _POOLS = {
     f"{name}{num_dims}d{suffix}": num_dims

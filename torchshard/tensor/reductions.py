@@ -67,7 +67,7 @@ def _squeezed(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
     return x if keepdim else x.squeeze(tuple(dims))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to sum in: float32 for half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
@@ -88,7 +88,7 @@ def _sum(
     if not _mixes_sharded(func.__name__, x, dims):
         return _marked(local_call(func, args, kwargs), x, dims, keepdim)
     dtype = named.get("dtype") or _torch_dtype(func, x)
-    partial = local_call(torch.sum, (x, dims, keepdim), {"dtype": _wide(dtype)})
+    partial = local_call(torch.sum, (x, dims, keepdim), {"dtype": wide(dtype)})
     result = ops.reduce(partial, x.sharding.group)
     if func.__name__ == "mean":
         result = result / math.prod([whole_shape(x)[dim] for dim in dims])
@@ -110,7 +110,7 @@ def _norm(
     if not isinstance(order, int | float) or order <= 0:
         raise mixes("norm", x.sharding, f"of order {order!r} has no rule")
     dtype = named.get("dtype") or _torch_dtype(func, x)
-    magnitudes = x.to_local().to(_wide(dtype)).abs()
+    magnitudes = x.to_local().to(wide(dtype)).abs()
     if order == float("inf"):
         largest = _whole_extreme(mark(magnitudes, x.sharding), dims, True)
         return _squeezed(largest, dims, keepdim).to(dtype)
@@ -262,7 +262,7 @@ def _softmax(
     dtypes = [value for value in given if isinstance(value, torch.dtype)]
     dtype = dtypes[0] if dtypes else _torch_dtype(func, x, 0)
     function = _LogSoftmax if name == "log_softmax" else _Softmax
-    local = x.to_local().to(_wide(dtype))
+    local = x.to_local().to(wide(dtype))
     result = function.apply(local, x.sharding)  # type: ignore[no-untyped-call] # torch's
     return mark(result.to(dtype), x.sharding)
 
@@ -276,7 +276,7 @@ def _logsumexp(
     if not _mixes_sharded("logsumexp", x, dims):
         return _marked(local_call(func, args, kwargs), x, dims, keepdim)
     dtype = _torch_dtype(func, x, 0)
-    local = x.to_local().to(_wide(dtype))
+    local = x.to_local().to(wide(dtype))
     highest = _highest(local, dims, x.sharding)
     base = torch.where(highest.isinf(), 0, highest)
     partial = (local - base).exp().sum(dims, keepdim=True)
