@@ -266,9 +266,9 @@ class ParallelLayer(LocalState, ABC):
         self._expect_plain_shards()
         data_parallel.expect_ignored_shards(self)
         args, kwargs = passage.enter(args, kwargs, self.gather_batch)
-        return self.finish(passage.leave(self.computed(*args, **kwargs)))
+        return self.finish(passage.leave(self._computed(*args, **kwargs)))
 
-    def computed(self, *args: Any, **kwargs: Any) -> Any:
+    def _computed(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `local_forward` gives; a base class may stand between."""
         return self.local_forward(*args, **kwargs)
 

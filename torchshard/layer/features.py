@@ -219,7 +219,7 @@ class FeatureLayer(ParallelLayer):
             return self._num_groups
         return max(1, self.num_own("group"))
 
-    def computed(self, *args: Any, **kwargs: Any) -> Any:
+    def _computed(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `local_forward` gives; of a feature of zeros, where the rank has none."""
         if self._filled is None:
             return self.local_forward(*args, **kwargs)
