@@ -130,6 +130,10 @@ class Project:
         path = self.template / MODULE_PATH
         write(path, path.read_text("utf-8").replace(old, new))
 
+    def drop_test(self) -> None:
+        """The template stops writing a test."""
+        (self.template / TEST_PATH).unlink()
+
     def contents(self) -> dict[str, bytes]:
         """Every file under the root, with its content."""
         return contents(self.root)

@@ -100,8 +100,7 @@ def test_a_deleted_file_is_missing(project):
 
 def test_a_file_that_the_template_dropped_is_obsolete(project):
     """Exit code 1, whether it was edited or not; one that is gone is as it should be."""
-    for path in project.template.rglob("test_*"):
-        path.unlink()
+    project.drop_test()
     result = project.run("check", "tests/test_parallel_tiny.py")
     assert result.exit_code == 1
     assert result.output == (

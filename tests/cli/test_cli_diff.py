@@ -61,8 +61,7 @@ def test_a_file_that_is_gone_is_a_difference(project):
 
 def test_a_file_that_the_template_dropped_is_a_difference(project):
     """The template's side of it."""
-    for path in project.template.rglob("test_*"):
-        path.unlink()
+    project.drop_test()
     result = project.run("diff")
     assert result.exit_code == 1
     assert (

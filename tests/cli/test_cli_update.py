@@ -174,14 +174,9 @@ def test_a_file_that_is_missing_comes_back(project):
     assert project.contents() == before
 
 
-def drop_test(project):
-    for path in project.template.rglob("test_*"):
-        path.unlink()
-
-
 def test_a_file_that_the_template_dropped_is_removed(project):
     """From the disk and from the lock; the folder stays."""
-    drop_test(project)
+    project.drop_test()
     result = project.run("update", "--all")
     assert result.exit_code == 0
     assert (
@@ -197,7 +192,7 @@ def test_an_edited_file_that_the_template_dropped_is_kept(project):
     """It is the user's own from then on: `check` says no more about it."""
     add_line(project.test, "# mine")
     text = project.test.read_text("utf-8")
-    drop_test(project)
+    project.drop_test()
     result = project.run("update", "--all")
     assert result.exit_code == 0
     assert (

@@ -56,12 +56,6 @@ def torn(project):
     return project
 
 
-def drop_test(project):
-    """The template stops writing a test."""
-    for path in project.template.rglob("test_*"):
-        path.unlink()
-
-
 def test_row_1_a_module_and_its_test_join_an_existing_package(project):
     """cookiecutter #1190: one file of the user's in the way, and nothing is written."""
     write(project.root / "zoo" / "own.py", "mine = 1\n")
@@ -334,7 +328,7 @@ def test_row_24_missing_and_obsolete_files_are_seen_and_mended(project):
     """cruft #256 and #208: by `check`, by `diff` and by `update`."""
     project.generate()
     project.module.unlink()
-    drop_test(project)
+    project.drop_test()
     shown = project.run("check")
     assert shown.exit_code == 1
     assert "missing   zoo/parallel_tiny.py" in shown.output
