@@ -182,6 +182,8 @@ def says_why_it_cannot():
             call()
     with pytest.raises(ShapeError, match=r"does not end in normalized_shape=\[6, 2\]"):
         F.layer_norm(channels, (6, 2))
+    with pytest.raises(ShapeError, match="Expected a batch and channels"):
+        F.batch_norm(ShardedTensor.from_local(x[:, 0, 0], 0), *moments)
     lone = marked(x[:1, :, 0], 0, ranges_of_lengths([1, 0]))
     with pytest.raises(ShapeError, match="each channel needs more than 1 value"):
         F.batch_norm(lone, None, None, training=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from operand_cases import expect_rules
+from operand_cases import expect_compiled, expect_rules
 from torchshard.testing.ranks import run_ranks
 
 WORLDS = [1, 2, 3, 4]
@@ -126,3 +126,13 @@ def products_hold():
 def test_products_of_divided_operands(world_size):
     """Right on every way to divide them that a layer has; refused, never wrong, on others."""
     run_ranks(products_hold, world_size)
+
+
+def compiles():
+    expect_compiled(PRODUCTS, "einsum with dots", (2, 2))
+    expect_compiled(PRODUCTS, "cdist", (1, _))
+
+
+def test_compiled_as_one_graph():
+    """Output and gradients are those of whole tensors."""
+    run_ranks(compiles, 2)

@@ -296,7 +296,7 @@ def heads():
         with pytest.raises(ShardedOpError):
             marked(randoms((2, 3, 10), 1), 2, ranges).view(2, 3, 2, 5)
         x = marked(randoms((2, 3, 10), 1), 2, ranges)
-        with pytest.raises(ShardedOpError, match=r"attends over it"):
+        with pytest.raises(ShardedOpError, match=r"multiplies queries and keys"):
             F.scaled_dot_product_attention(x, x, x)
         q = marked(torch.ones(1, 5, 2, 3), 1, balanced_ranges(5, size))
         torch.manual_seed(0)

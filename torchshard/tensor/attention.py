@@ -62,7 +62,6 @@ def _attention(
     drops = given["dropout_p"] > 0
 
     def check(divided: Division) -> None:
-        divided.expect_not(_NAME, _REFUSED)
         if divided.label == "query" and given["is_causal"]:
             raise mixes(_NAME, divided.sharding, "is causal by the place of a query")
         if divided.label == "value" and drops:
@@ -84,12 +83,22 @@ def _attention(
         given["enable_gqa"] = False
         return _served(compute, factors)
     labels = _labels(factors, num_kv)
+    for factor, its_labels in zip(factors, labels, strict=True):
+        _expect_local(factor, its_labels)
     num_dims = max(query.dim(), key.dim(), value.dim())
     head = labels[0][-3] if query.dim() > 2 else -3
     output = (*range(-num_dims, -3), head, "query", "value")[-num_dims:]
     return product(
         _NAME, compute, factors, labels, output, broadcasts=True, check=check
     )
+
+
+def _expect_local(factor: Tensor, labels: Labels) -> None:
+    """Check one operand: divided features of keys and of values are of different labels."""
+    if isinstance(factor, ShardedTensor):
+        label = labels[factor.sharding.dim]
+        if label in _REFUSED:
+            raise mixes(_NAME, factor.sharding, _REFUSED[label])
 
 
 def _num_kv_heads(factors: list[Tensor]) -> int:

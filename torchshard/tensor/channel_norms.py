@@ -81,6 +81,11 @@ def _batch_norm(
     """Normalise each channel, dim 1, by moments of the input or by running ones."""
     name, given = func.__name__, _channel_norm(func, args, kwargs)
     x, labels = given.x, ("batch", "channel", *range(given.x.dim() - 2))
+    if x.dim() < 2:
+        raise ShapeError(
+            f"{name}: the input's shape is {tuple(whole_shape(x))}. Expected a batch and"
+            " channels, and then positions."
+        )
     operands = (x, *given.running, *given.affine)
     divided = division(name, operands, (labels, *[("channel",)] * 4))
     if divided.label == "channel" or not given.training:

@@ -229,13 +229,12 @@ def _einsum(
         _letters(term, factor.dim())
         for term, factor in zip(terms.split(","), factors, strict=True)
     ]
-    longest = max((its for its in labels), key=lambda its: sum(map(_is_dots, its)))
-    dots = tuple(filter(_is_dots, longest))
+    num_dots = max([len([label for label in its if _is_dots(label)]) for its in labels])
     if not arrow:
         counted = Counter(terms.replace(",", "").replace(".", ""))
         result = "..." + "".join(sorted(c for c, n in counted.items() if n == 1))
     output = _letters(
-        result, len(result.replace("...", "")) + len(dots) * ("..." in result)
+        result, len(result.replace("...", "")) + num_dots * ("..." in result)
     )
     return product(
         "einsum",
