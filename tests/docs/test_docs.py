@@ -130,4 +130,4 @@ def test_the_readme_says_what_each_class_says_that_it_divides() -> None:
         ]
         assert divided.startswith("; ".join(ways)), name
         found += bool(ways)
-    assert found >= 7
+    assert found >= 9

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchshard.testing import Case, Floats, check_layer, run_ranks
+from torchshard.testing import Case, Floats, Integers, check_layer, run_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "making_a_layer.md"
 
@@ -45,6 +45,42 @@ class MLP(nn.Module):
         return F.linear(F.gelu(F.linear(x, self.up)), self.down)
 
 
+class ParabolaHead(nn.Module):
+    def __init__(self, in_features, num_classes, scale=16.0, bend=0.5):
+        super().__init__()
+        self.scale, self.bend = scale, bend
+        self.weight = nn.Parameter(torch.empty(num_classes, in_features))
+        nn.init.normal_(self.weight, 0.0, in_features**-0.5)
+
+    def forward(self, x, target):
+        cosines = F.linear(F.normalize(x), F.normalize(self.weight))
+        moved = 1 - self.bend * (cosines.acos() + 0.3) ** 2
+        chosen = F.one_hot(target, cosines.shape[1]).bool()
+        return F.cross_entropy(self.scale * torch.where(chosen, moved, cosines), target)
+
+
+class FocalLoss(nn.Module):
+    """By the formula: -w (1 - p)^gamma log p, a mean by the targets' weights."""
+
+    def __init__(self, gamma=2.0, weight=None, ignore_index=-100, reduction="mean"):
+        super().__init__()
+        self.gamma, self.ignore_index, self.reduction = gamma, ignore_index, reduction
+        self.register_buffer("weight", weight)
+
+    def forward(self, input, target):
+        live = target != self.ignore_index
+        columns = torch.where(live, target, 0)
+        log_p = F.log_softmax(input, 1).gather(1, columns.unsqueeze(1)).squeeze(1)
+        weights = live.to(input.dtype)
+        if self.weight is not None:
+            weights = weights * self.weight[columns]
+        rows = -weights * (1 - log_p.exp()) ** self.gamma * log_p
+        if self.reduction == "none":
+            return rows
+        total = rows.sum()
+        return total if self.reduction == "sum" else total / weights.sum()
+
+
 def equal_dense():
     page = layers_of_the_page()
     upsample = {"layer": page.ParallelUpsample, "dense": Upsample}
@@ -55,6 +91,36 @@ def equal_dense():
     check_layer(Case(**upsample, args=(6, 5), sharding={"dim": 0}, inputs=x))
     mlp = {"layer": page.ParallelMLP, "dense": MLP}
     check_layer(Case(**mlp, args=(3, 7), inputs=[Floats((4, 3))]))
+
+
+def heads_and_losses_equal_dense():
+    page = layers_of_the_page()
+    head = {"layer": page.ParallelParabolaHead, "dense": ParabolaHead}
+    x, target = [Floats((6, 5)), Integers(7, (6,))], Integers(7, (2, 3))
+    for dim in (1, 0, None):
+        options = {"scale": 4.0, "bend": 0.3}
+        case = Case(
+            **head, args=(5, 7), options=options, sharding={"dim": dim}, inputs=x
+        )
+        check_layer(case)
+        if dim == 1:
+            check_layer(case, compiled=True)
+    focal = {"layer": page.ParallelFocalLoss, "dense": FocalLoss}
+    logits = [Floats((6, 7), shard=1), Integers(7, (6,))]
+    check_layer(Case(**focal, inputs=logits, collectives=(1, 0)))
+    weighted = {"gamma": 1.5, "weight": torch.linspace(0.5, 2, 7), "ignore_index": 2}
+    check_layer(Case(**focal, options=weighted, inputs=logits))
+    every = {**weighted, "gamma": 3.0, "reduction": "none"}
+    check_layer(
+        Case(**focal, options=every, inputs=[Floats((2, 7, 3), shard=1), target])
+    )
+    check_layer(Case(**focal, options={"reduction": "sum"}, inputs=logits))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_head_and_the_loss_of_the_page_equal_their_formulas(world_size):
+    """All splits of the head, with a derived slope; weights and ignored rows of the loss."""
+    run_ranks(heads_and_losses_equal_dense, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -1,4 +1,14 @@
-"""Losses of logits whose classes are divided over ranks."""
+"""Losses of logits whose classes are divided over ranks.
+
+What a caller gets: a function with its checks for each loss, `cross_entropy` of logits,
+`linear_cross_entropy` of a classifier's input and weight, `margin_cross_entropy` of features
+and class centres with a `margin`; and `accuracy`. What is asked of them is in `criterion`.
+
+What computes: `rows` is what ranks know of each row, and the one exchange. `row_losses` has the
+forward and backward of logits. `head_losses` has those of a classifier whose logits never
+exist: `head` the logits of a chunk of classes, `head_gradients` the gradients as they come,
+`head_arguments` options and checks, `sampling` the classes that take part.
+"""
 
 from torchshard.loss.accuracy import parallel_accuracy, parallel_topk
 from torchshard.loss.criterion import Criterion, Reduction, named_reduction

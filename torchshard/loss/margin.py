@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -45,9 +46,9 @@ class TargetMargin(ABC):
 
     def slope(self, cosine: Tensor) -> Tensor:
         """Return the derivative of phi; a margin that has a formula for it may be faster."""
-        ones = torch.ones_like(cosine)
-        slope: Tensor = torch.func.jvp(self.of, (cosine,), (ones,))[1]
-        return slope
+        _, pullback = torch.func.vjp(self.of, cosine)
+        (slope,) = pullback(torch.ones_like(cosine))
+        return cast(Tensor, slope)
 
     def angle(self, cosine: Tensor) -> Tensor:
         """Return t, whose derivative is finite, also at 1 and -1."""
