@@ -100,6 +100,14 @@ def test_show_says_how_the_layer_can_be_divided(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("template", ["cross_entropy", "linear_cross_entropy"])
+def test_show_says_how_a_loss_is_divided(template, tmp_path, monkeypatch):
+    """Its classes are, always: it has no `dim`."""
+    monkeypatch.chdir(tmp_path)
+    text = CliRunner().invoke(main, ["templates", "show", template]).output
+    assert "divides:     classes: the classes\n" in text
+
+
 def test_show_of_an_unknown_template_is_a_usage_error(project):
     """Exit code 2, with the nearest name."""
     result = project.run("templates", "show", "tinny")

@@ -1,6 +1,7 @@
 """Margins and sampled classes: what the zoo's own tests of the margin heads do not cover."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,9 +10,14 @@ import torchshard as ts
 from sharded_cases import close, randoms
 from torch import nn
 from torchshard.distributed import collectives, groups
-from torchshard.errors import LayoutError, ShapeError
+from torchshard.errors import LayoutError, ShapeError, TargetError
 from torchshard.layout import balanced_ranges
-from torchshard.loss import Margin, margin_cross_entropy, parallel_margin_cross_entropy
+from torchshard.loss import (
+    Margin,
+    TargetMargin,
+    margin_cross_entropy,
+    parallel_margin_cross_entropy,
+)
 from torchshard.loss.sampling import sampled
 from torchshard.nn.functional import parallel_accuracy, parallel_linear_cross_entropy
 from torchshard.optim import step_in_backward
@@ -43,6 +49,16 @@ def test_the_slope_is_the_derivative(margin):
     leaf = cosine.clone().requires_grad_()
     (grad,) = torch.autograd.grad(margin.of(leaf).sum(), leaf)
     torch.testing.assert_close(grad[smooth], numeric[smooth], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("margin", MARGINS)
+def test_the_slope_that_is_worked_out_is_that_of_the_formula(margin):
+    """A margin that has no formula for its slope gets the same, under no_grad too."""
+    cosine = torch.linspace(-0.99, 0.99, 101, dtype=torch.float64)
+    with torch.no_grad():
+        derived = TargetMargin.slope(margin, cosine)
+    torch.testing.assert_close(derived, margin.slope(cosine), rtol=1e-12, atol=1e-12)
+    assert not derived.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -258,6 +274,56 @@ def evaluation():
 def test_without_a_target_a_head_gives_its_cosines(world_size):
     """Sharded by class, for accuracy and topk."""
     run_ranks(evaluation, world_size)
+
+
+def cosines_of_more_dims():
+    x = randoms((3, 4, FEATURES), 3)
+    for dim in (1, 0):
+        torch.manual_seed(0)
+        head = ParallelArcFace(FEATURES, CLASSES, scale=4.0, dim=dim).double()
+        cosines = ts.distributed.gather(head(x)) if dim else head(x)
+        weight = ts.collect_state_dict(head)["weight"]
+        want = 4 * F.linear(F.normalize(x, dim=-1), F.normalize(weight))
+        close(cosines.detach(), want.detach(), f"dim={dim}", 1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_cosines_of_inputs_with_more_dims(world_size):
+    """Positions between batch and features, where classes are divided and where features are."""
+    run_ranks(cosines_of_more_dims, world_size)
+
+
+def refusals_where_features_are_divided():
+    head = ParallelArcFace(FEATURES, CLASSES, dim=0)
+    x = torch.randn(ROWS, FEATURES)
+    with collective_free():
+        for target in (
+            torch.ones(ROWS),
+            torch.zeros(ROWS - 1, dtype=torch.long),
+            torch.full((ROWS,), CLASSES),
+        ):
+            with pytest.raises((ShapeError, TargetError)):
+                head(x, target)
+        with pytest.raises(ShapeError, match="3 dims"):
+            head(x.view(2, 3, FEATURES), torch.zeros(2, 3, dtype=torch.long))
+        with pytest.raises(LayoutError, match=r"sample_rate=0\.5 with dim=0"):
+            ParallelArcFace(FEATURES, CLASSES, dim=0, sample_rate=0.5)
+
+
+@contextmanager
+def collective_free():
+    """Fail where a collective is begun."""
+    before = collectives.all_reduce
+    collectives.all_reduce = None
+    try:
+        yield
+    finally:
+        collectives.all_reduce = before
+
+
+def test_where_features_are_divided_targets_are_checked_before_the_collective():
+    """And a sample of classes, which all ranks would hold a part of, is refused."""
+    run_ranks(refusals_where_features_are_divided, 2, timeout_s=20)
 
 
 def pooled_batches():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class TargetMargin(ABC):
 
     def slope(self, cosine: Tensor) -> Tensor:
         """Return the derivative of phi; a margin that has a formula for it may be faster."""
-        _, pullback = torch.func.vjp(self.of, cosine)
+        pullback: Any = torch.func.vjp(self.of, cosine)[1]
         (slope,) = pullback(torch.ones_like(cosine))
         return cast(Tensor, slope)
 
