@@ -132,6 +132,11 @@ def says_why_it_cannot():
         "drops weights for all of it": lambda: attend(
             query, key, divided(value, 3), dropout_p=0.1
         ),
+        "needs the key and value heads": lambda: attend(
+            divided(randoms((2, 6, 6, 4), 1), 1, 6),
+            *(divided(x[:, :3], 0, 2) for x in (key, value)),
+            enable_gqa=True,
+        ),
         "with `serves`": lambda: attend(
             divided(randoms((2, 6, 6, 4), 1), 1, 6),
             *(divided(x[:, :3], 1, 3) for x in (key, value)),

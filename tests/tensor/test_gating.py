@@ -56,6 +56,9 @@ def says_why_it_cannot():
         ShardedOpError, match="divide the layer that made it in 2 blocks"
     ):
         F.glu(x)
+    slopes = ShardedTensor.from_local(torch.ones(1), 0)
+    with pytest.raises(ShardedOpError, match="has one slope for all channels"):
+        F.prelu(torch.ones(2), slopes)
 
 
 def test_what_is_refused_says_why():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from operand_cases import expect_compiled, expect_rules
-from torchshard.errors import ShardedOpError, TargetError
+from torchshard.errors import ShapeError, ShardedOpError, TargetError
 from torchshard.tensor import ShardedTensor
 from torchshard.testing.ranks import run_ranks
 
@@ -77,7 +77,12 @@ BAGS = {
         [IDS_1D, TABLE, (9,)],
         {(_, 0, _), (_, 1, _)},
     ),
-    "bags of few": (bag, [IDS_2D % 2, (2, 1)], {ROWS, COLUMNS}),
+    "bags of few": (bag, [IDS_2D % 2, (2, 1)], {ROWS}),
+    "table first": (
+        lambda ids, table: F.embedding_bag(table, ids),
+        [IDS_2D, TABLE],
+        {ROWS, COLUMNS, IDS},
+    ),
 }
 
 
@@ -86,6 +91,22 @@ def lookups_hold():
     expect_rules(BAGS)
 
 
+def rows_stay_apart():
+    table = torch.ones(6, 2, dtype=torch.float64)
+    table[0], table[3] = float("inf"), float("nan")
+    ids = torch.tensor([[1, 2], [4, 5], [0, 1]])
+    own = table.tensor_split(2)[torch.distributed.get_rank()]
+    for mode in ("sum", "mean"):
+        found = F.embedding_bag(ids, ShardedTensor.from_local(own, 0), mode=mode)
+        torch.testing.assert_close(found, F.embedding_bag(ids, table, mode=mode))
+
+
+def test_a_row_that_is_infinite_or_nan_stays_in_its_bags():
+    """Foreign ids look up the first row of each rank, and nothing of it is seen."""
+    run_ranks(rows_stay_apart, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Argument order")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_lookups_in_divided_tables(world_size):
     """Rows, columns and ids divided: outputs and gradients, of ranks without a row too."""
@@ -128,6 +149,12 @@ def says_why_it_cannot():
     for message, call in refused.items():
         with pytest.raises(ShardedOpError, match=message):
             call()
+    ids, offsets = torch.tensor([0, 1]), torch.tensor([1])
+    with pytest.raises(RuntimeError, match="has to be 0"):
+        F.embedding_bag(ids, rows, offsets, mode="sum")
+    last = {"offsets": torch.tensor([0, 1]), "include_last_offset": True}
+    with pytest.raises(ShapeError, match=r"last offset is 1\. Expected 2"):
+        F.embedding_bag(ids, rows, **last)
     for call in (lambda: F.embedding(plain + 1, rows), lambda: rows[plain + 1]):
         with pytest.raises(TargetError, match="holds 8, which is out of range"):
             call()

@@ -154,7 +154,10 @@ def _places(x: Tensor, queries: Sharding) -> list[int]:
     num_heads, num_ranks = whole_shape(x)[-3], queries.group.size
     held = Ranges(num_heads, (((0, num_heads),),) * num_ranks)
     if isinstance(x, ShardedTensor):
-        held = x.sharding.ranges if x.sharding.dim == x.dim() - 3 else Ranges(0, ((),))
+        place = x.sharding.dim - x.dim(), x.sharding.group
+        if place != (-3, queries.group):
+            raise mixes(_NAME, x.sharding, _UNSERVED)
+        held = x.sharding.ranges
     served = queries.ranges.size // num_heads
     found: list[list[int]] = []
     for rank, heads in enumerate(queries.ranges.per_rank):

@@ -47,8 +47,8 @@ def _prelu(
     """Multiply what is negative by one slope, or by that of its channel, dim 1."""
     x, weight = bound(args, kwargs, input=None, weight=None)
     labels: Labels = tuple(range(x.dim()))
-    channel = ("slope",) if whole_shape(weight).numel() == 1 else (1,)
-    slopes = channel[: weight.dim()]
+    each = x.dim() > 1 and whole_shape(weight).numel() > 1
+    slopes = ((1,) if each else ("slope",))[: weight.dim()]
     return product(
         "prelu",
         func,

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchshard.checks import expect_indices
+from torchshard.errors import ShapeError
 from torchshard.tensor.operands import Division, Labels
 from torchshard.tensor.products import product
 from torchshard.tensor.sharded import (
@@ -178,6 +179,8 @@ def _embedding_bag(
         raise mixes("torch.embedding_bag", sharding, "has no rule; use F.embedding_bag")
     given = dict(zip(_BAG, bound(args, kwargs, **_BAG), strict=True))
     ids, table = given.pop("input"), given.pop("weight")
+    if table.dtype == torch.int64 and ids.is_floating_point():
+        ids, table = table, ids  # as torch does: the order of arguments once was this
     weights = given.pop("per_sample_weights")
     rows = _divided_rows(table)
 
@@ -201,39 +204,61 @@ def _embedding_bag(
     )
     if rows is None or given["mode"] == "sum":
         return result
-    counted = torch.where(ids == _padding(given, rows), 0, 1).to(result.dtype)
-    sizes = _bag_sums(ids * 0, result.new_ones(1, 1), counted, given)
-    return result / sizes.clamp_min(1)
+    return result / _bag_sizes(ids, rows, given).to(result.dtype)
+
+
+def _bag_sizes(ids: Tensor, rows: Sharding, given: dict[str, Any]) -> Tensor:
+    """Return how many ids count in each bag, at least 1; torch's own error for bad offsets."""
+    ones = torch.ones(1, 1, device=ids.device)
+    sums = F.embedding_bag(
+        ids * 0,
+        ones,
+        given["offsets"],
+        mode="sum",
+        per_sample_weights=(ids != _padding(given, rows)).to(ones.dtype),
+        include_last_offset=given["include_last_offset"],
+    )
+    return sums.clamp_min(1)
 
 
 def _own_bags(
     ids: Tensor, table: Tensor, rows: Sharding, given: dict[str, Any], *weights: Tensor
 ) -> Tensor:
-    """Return the sums of the rows of each bag that this rank holds."""
+    """Return the sums of the rows of each bag that this rank holds.
+
+    Ids that do not count here go to a bag of their own behind the others, so that the row
+    which they look up, infinite or nan, is in no sum.
+    """
     own, places = _own_ids(ids, rows)
     counted = own & (ids != _padding(given, rows))
+    bags, num_bags = _bag_of_each(ids, given)
+    bags, order = torch.where(counted, bags, num_bags).flatten().sort(stable=True)
+    starts = torch.searchsorted(bags, torch.arange(num_bags + 1, device=ids.device))
     weight = weights[0] if weights else table.new_ones(())
-    own_weights = torch.where(counted, weight, 0)
-    return _bag_sums(places, _never_empty(table, rows), own_weights, given)
+    sums = F.embedding_bag(
+        places.flatten()[order].long(),
+        _never_empty(table, rows),
+        starts,
+        mode="sum",
+        per_sample_weights=torch.where(counted, weight, 0).flatten()[order],
+    )
+    return sums[:num_bags]
+
+
+def _bag_of_each(ids: Tensor, given: dict[str, Any]) -> tuple[Tensor, int]:
+    """Return the number of the bag of each id, and how many bags there are."""
+    offsets = given["offsets"]
+    if offsets is None:
+        return torch.arange(len(ids), device=ids.device).unsqueeze(1), len(ids)
+    places = torch.arange(len(ids), device=ids.device)
+    bags = torch.searchsorted(offsets.long(), places, right=True) - 1
+    return bags, len(offsets) - given["include_last_offset"]
 
 
 def _padding(given: dict[str, Any], rows: Sharding) -> int:
     """Return the id that no bag counts, from the front; -1 if there is none."""
     padding = given["padding_idx"]
     return -1 if padding is None else int(padding) % rows.ranges.size
-
-
-def _bag_sums(
-    ids: Tensor, table: Tensor, weights: Tensor, given: dict[str, Any]
-) -> Tensor:
-    return F.embedding_bag(
-        ids,
-        table,
-        given["offsets"],
-        mode="sum",
-        per_sample_weights=weights,
-        include_last_offset=given["include_last_offset"],
-    )
 
 
 def _check_bags(
@@ -247,12 +272,34 @@ def _check_bags(
         raise mixes(name, sharding, _COUNTS)
     if isinstance(given["offsets"], ShardedTensor):
         raise mixes(name, sharding, "needs all offsets")
+    if divided.label == "column":
+        divided.expect_some(name)
     if divided.label == "row":
         if given["mode"] == "max":
             raise mixes(name, sharding, 'of mode "max" compares rows; divide columns')
         if weights is not None and given["mode"] != "sum":
             raise mixes(name, sharding, 'weighs samples in mode "sum" alone')
         expect_indices(ids, sharding.ranges.size, "input")
+        _bag_sizes(ids, sharding, given)
+        _expect_all_in_bags(ids, given)
+
+
+def _expect_all_in_bags(ids: Tensor, given: dict[str, Any]) -> None:
+    """Check that the last offset is the end: torch 2.13 sums what is past it by its dtype.
+
+    Raises:
+        ShapeError: If it is not; on a device and in a compiled graph, an assertion there.
+    """
+    if given["offsets"] is None or not given["include_last_offset"]:
+        return
+    last = given["offsets"][-1]
+    if torch.compiler.is_compiling() or last.device.type != "cpu":
+        torch._assert_async(last == len(ids), "the last offset is not the end")
+    elif last != len(ids):
+        raise ShapeError(
+            f"embedding_bag: the last offset is {int(last)}. Expected {len(ids)}, the number"
+            " of ids, with include_last_offset=True."
+        )
 
 
 def is_lookup(index: Any) -> bool:
