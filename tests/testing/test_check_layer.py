@@ -233,8 +233,8 @@ class UndeclaredOutput(Changed):
 
 class Renamed(Changed):
     def changed(self, declared):
-        weight = declared["parameters"].pop("weight")
-        declared["parameters"] = {"kernel": weight, **declared["parameters"]}
+        bias = declared["parameters"].pop("bias")
+        declared["parameters"] = {**declared["parameters"], "shift": bias}
         return declared
 
 
@@ -459,7 +459,7 @@ WRONG = {
             args=(5, 7),
             inputs=[Floats((4, 5))],
         ),
-        r"initial values: its state has the keys \['bias', 'kernel'\], the dense layer's"
+        r"initial values: its state has the keys \['shift', 'weight'\], the dense layer's"
         r" \['bias', 'weight'\]",
     ),
     "it is off in the ninth place": (
