@@ -8,12 +8,13 @@ Where things are. A room imports from those above it:
 
     errors      each with its exit code
     naming/     names of classes and modules, and numbers as people write them; snake, for Jinja
-    project/    a project on disk: target, layer, header, lock, journal, alone (one writer at a
+    project/    a project on disk: target, layer, header, lock (its new texts: plan), journal, alone (one writer at a
                 time), collisions, text_file, and the edits of a package's __init__.py
     template/   catalogue, source, fetch, trust -> template of options, template_files, partials
                 -> render with hooks; new_template; trial (every choice rendered and tested)
     proof/      cases, and the launch that proves them
-    dense/      reading a dense module and dividing it by trial
+    dense/      reading a dense module: source, sample; choice of what to divide, by trial; asked is
+                what --shard says instead; declaration, constructor, text of the file
     plan/       new_layer, from_dense -> plan of entry; merge; states -> apply
     screen/     group (errors as exit codes), show, ask, interview
     health/     what doctor looks at

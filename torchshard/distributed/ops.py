@@ -12,6 +12,7 @@ a whole tensor is whole and must not be summed again, and each op's backward is 
     gather                  shard -> whole      all-gather        own slice
     all_gather              shard -> to shards  all-gather        reduce-scatter
     reduce_scatter          partial -> shard    reduce-scatter    all-gather
+    sum_over_holders        shard -> to shards  identity          sum over an index's holders
     all_to_all              shard -> shard      all-to-all        all-to-all
     enter_model_parallel    local batch -> whole    all-gather    own slice x R
     leave_model_parallel    whole -> local batch    own slice     all-gather / R
