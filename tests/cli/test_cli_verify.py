@@ -27,6 +27,25 @@ def torchshard(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
+def in_here(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, whose ranks start at once, as if in one of its own."""
+    path, modules = sys.path.copy(), set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        sys.path.insert(0, str(folder))  # as `python -m` does
+        try:
+            result = CliRunner().invoke(main, args)
+        finally:
+            sys.path[:] = path
+            for name in set(sys.modules) - modules:
+                file = getattr(sys.modules[name], "__file__", None) or ""
+                if file.startswith(str(folder)):
+                    del sys.modules[name]
+    return subprocess.CompletedProcess(
+        args, result.exit_code, result.stdout, result.stderr
+    )
+
+
 def in_process(*args: str) -> Result:
     return CliRunner().invoke(main, ["verify", *args])
 
@@ -34,7 +53,7 @@ def in_process(*args: str) -> Result:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder with a layer generated from the blank template."""
-    result = torchshard(tmp_path, "new-layer", "ParallelDoubled", "-t", "blank")
+    result = in_here(tmp_path, "new-layer", "ParallelDoubled", "-t", "blank")
     assert result.returncode == 0, result.stderr
     return tmp_path
 
@@ -65,7 +84,7 @@ def test_a_wrong_layer_is_named_with_its_difference(project: Path) -> None:
     """Status 1, the case, the rank, the check, the place, the difference, the command."""
     edited(project, "* self.weight", "* 2")
     target = "parallel_doubled:ParallelDoubled"
-    result = torchshard(project, "verify", target, "--ranks", "2")
+    result = in_here(project, "verify", target, "--ranks", "2")
     assert result.returncode == 1
     assert re.search(r"^state +exact$", result.stdout, re.M)
     assert re.search(r"^output and gradients +FAILED\Z", result.stdout.rstrip(), re.M)
@@ -88,7 +107,7 @@ WRONG_ON_RANK_2 = """\
 def test_the_command_that_is_named_shows_the_same_failure(project: Path) -> None:
     """One case fails on one number of ranks: the command runs it alone, with its numbers."""
     edited(project, "        return input * self.weight", WRONG_ON_RANK_2)
-    first = torchshard(
+    first = in_here(
         project, "verify", "parallel_doubled:ParallelDoubled", "--seed", "5", "--json"
     )
     assert first.returncode == 1, first.stderr
@@ -101,13 +120,13 @@ def test_the_command_that_is_named_shows_the_same_failure(project: Path) -> None
     words = command.split()
     assert words[0] == "torchshard"
     assert words[-6:] == ["--ranks", "3", "--seed", "5", "--case", "2"]
-    again = torchshard(project, *words[1:], "--json")
+    again = in_here(project, *words[1:], "--json")
     assert again.returncode == 1
     shown = json.loads(again.stdout)
     assert (shown["cases"], shown["seed"]) == ([2], 5)
     assert without_rank(shown["failures"][0]) == without_rank(failure)
     assert shown["failures"][0]["command"] == command
-    other = torchshard(project, *words[1:-3], "6", "--case", "2", "--json")
+    other = in_here(project, *words[1:-3], "6", "--case", "2", "--json")
     (different,) = json.loads(other.stdout)["failures"]
     assert without_rank(different) != without_rank(failure)
 
@@ -121,7 +140,7 @@ def test_results_for_programs(project: Path) -> None:
     """Each check on each number of ranks: how it ended, and its worst difference."""
     edited(project, "        return input * self.weight", WRONG_ON_RANK_2)
     target = "parallel_doubled:ParallelDoubled"
-    done = torchshard(project, "verify", target, "--ranks", "2,3", "--json")
+    done = in_here(project, "verify", target, "--ranks", "2,3", "--json")
     assert done.returncode == 1
     results = {
         (one["check"], one["ranks"]): (one["result"], one["worst_difference"])
@@ -136,7 +155,7 @@ def test_results_for_programs(project: Path) -> None:
 
 def test_a_case_that_is_not_there(project: Path) -> None:
     """The cases are listed by number, and the status is 2."""
-    result = torchshard(
+    result = in_here(
         project, "verify", "parallel_doubled:ParallelDoubled", "--case", "4"
     )
     assert (result.returncode, result.stdout) == (2, "")
@@ -513,7 +532,7 @@ def package(name: str = "") -> dict[str, str]:
 def test_a_package_that_is_not_installed(tmp_path: Path, target: str) -> None:
     """Found from the working directory, by module or by path; its test imports relatively."""
     lay_out(tmp_path, package("strange"))
-    result = torchshard(tmp_path, "verify", target, "--ranks", "2")
+    result = in_here(tmp_path, "verify", target, "--ranks", "2")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == PROVED
 
@@ -550,7 +569,7 @@ def test_a_class_in_a_script(tmp_path: Path) -> None:
     script = f"{text}\nif __name__ == '__main__':\n    raise SystemExit('trained')\n"
     lay_out(tmp_path, {"train-it.py": script})
     for target in ("train-it:ParallelOwn", "train-it.py:ParallelOwn"):
-        result = torchshard(tmp_path, "verify", target, "--ranks", "2")
+        result = in_here(tmp_path, "verify", target, "--ranks", "2")
         assert result.returncode == 0, result.stderr
         assert result.stdout.splitlines()[-1] == PROVED
 
@@ -558,7 +577,7 @@ def test_a_class_in_a_script(tmp_path: Path) -> None:
 def test_a_module_of_a_package_by_itself(tmp_path: Path) -> None:
     """From inside the package: where to run it, and as what."""
     lay_out(tmp_path, package("strange"))
-    result = torchshard(tmp_path / "strange", "verify", "own:ParallelOwn")
+    result = in_here(tmp_path / "strange", "verify", "own:ParallelOwn")
     assert result.returncode == 2
     assert result.stderr.endswith(
         f"it is part of a package: from {tmp_path}, it is strange.own\n"
@@ -571,7 +590,7 @@ def test_a_class_imported_by_another_name(tmp_path: Path) -> None:
     files["strange/own.py"] = LAYER.format(imports="FACTOR = 2\n")
     lay_out(tmp_path, files)
     cases = tmp_path / "strange" / "tests" / "test_own.py"
-    result = torchshard(
+    result = in_here(
         tmp_path / "strange", "verify", "own:ParallelOwn", "--cases", str(cases)
     )
     assert (result.returncode, result.stderr) == (
@@ -586,7 +605,7 @@ def test_a_file_whose_name_leads_elsewhere(tmp_path: Path) -> None:
     lay_out(
         tmp_path, {"own.py": LAYER.format(imports="FACTOR = 2\n"), "far/json.py": ""}
     )
-    result = torchshard(tmp_path, "verify", "own:ParallelOwn", "--cases", "far/json.py")
+    result = in_here(tmp_path, "verify", "own:ParallelOwn", "--cases", "far/json.py")
     assert result.returncode == 2
     assert re.match(
         r"Error: importing 'json' gives \S+, not far/json.py", result.stderr
@@ -598,7 +617,7 @@ def test_a_case_that_cannot_be_sent(tmp_path: Path) -> None:
     text = LAYER.format(imports="FACTOR = 2\n") + CASES.format(imports="")
     text = text.replace("(3, 7))]", "(3, 7)), lambda: 1]")
     lay_out(tmp_path, {"own.py": text})
-    result = torchshard(tmp_path, "verify", "own:ParallelOwn")
+    result = in_here(tmp_path, "verify", "own:ParallelOwn")
     assert result.returncode == 2
     assert result.stderr.startswith("Error: own.py: ParallelOwn() of (3x7, <function ")
     assert result.stderr.endswith(
@@ -627,7 +646,7 @@ CASES = [Case(Sleeper)]
 def test_a_layer_that_hangs(tmp_path: Path) -> None:
     """The ranks that did not finish, the check, and the command with the same limit."""
     lay_out(tmp_path, {"sleeper.py": SLEEPER})
-    result = torchshard(
+    result = in_here(
         tmp_path, "verify", "sleeper:Sleeper", "--ranks", "2", "--timeout", "8"
     )
     assert result.returncode == 1
