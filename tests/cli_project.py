@@ -6,10 +6,13 @@ an integer, a text, a computed value and a shared partial.
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 from torchshard_cli.main import main
 from torchshard_cli.project.layer import Layer
@@ -157,3 +160,22 @@ def working_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
+
+
+def in_here(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, whose ranks start at once, as if in one of its own."""
+    path, modules = sys.path.copy(), set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        sys.path.insert(0, str(folder))  # as `python -m` does
+        try:
+            result = CliRunner().invoke(main, args)
+        finally:
+            sys.path[:] = path
+            for name in set(sys.modules) - modules:
+                file = getattr(sys.modules[name], "__file__", None) or ""
+                if file.startswith(str(folder)):
+                    del sys.modules[name]
+    return subprocess.CompletedProcess(
+        args, result.exit_code, result.stdout, result.stderr
+    )

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cli_project import in_here
 from click.testing import CliRunner, Result
 from torchshard.errors import RankError
 from torchshard.testing.check import Step
@@ -25,25 +26,6 @@ def torchshard(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """Run a command as a person would, in a process of its own."""
     command = [sys.executable, "-m", "torchshard_cli", *args]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
-
-
-def in_here(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in this process, whose ranks start at once, as if in one of its own."""
-    path, modules = sys.path.copy(), set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        sys.path.insert(0, str(folder))  # as `python -m` does
-        try:
-            result = CliRunner().invoke(main, args)
-        finally:
-            sys.path[:] = path
-            for name in set(sys.modules) - modules:
-                file = getattr(sys.modules[name], "__file__", None) or ""
-                if file.startswith(str(folder)):
-                    del sys.modules[name]
-    return subprocess.CompletedProcess(
-        args, result.exit_code, result.stdout, result.stderr
-    )
 
 
 def in_process(*args: str) -> Result:

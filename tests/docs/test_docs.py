@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_project import in_here
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "making_a_layer.md").read_text("utf-8")
@@ -59,8 +60,7 @@ def verified(folder: Path, layer: str) -> subprocess.CompletedProcess[str]:
     (folder / "parallel_gated_unit.py").write_text(layer, "utf-8")
     (folder / "test_parallel_gated_unit.py").write_text(TEST + example_cases(), "utf-8")
     target = "parallel_gated_unit:ParallelGatedUnit"
-    command = [sys.executable, "-m", "torchshard_cli", "verify", target]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return in_here(folder, "verify", target)
 
 
 def test_the_example_layer_is_proved(tmp_path: Path) -> None:
