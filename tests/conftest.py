@@ -1,4 +1,9 @@
-"""What every test finds, whoever started pytest: interrupts, and a compiler at hand."""
+"""What every test finds, whoever started pytest: interrupts, and a compiler at hand.
+
+A test that is run at several sizes of the group is run on four ranks by `make prove` alone.
+Three ranks divide unevenly, and hold nothing of a dim of two, as four do; a test for four ranks
+only, such as of two replicas of two, is always run.
+"""
 
 import importlib
 import signal
@@ -21,3 +26,20 @@ def _interrupts_arrive():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the four-rank runs of what is also run on fewer ranks as `prove`."""
+    fewer = {_swept(item) for item in items if _world_size(item) in (2, 3)}
+    for item in items:
+        if _world_size(item) == 4 and _swept(item) in fewer:
+            item.add_marker("prove")
+
+
+def _world_size(item: pytest.Item) -> object:
+    return getattr(item, "callspec", None) and item.callspec.params.get("world_size")
+
+
+def _swept(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]

@@ -8,6 +8,7 @@ from docs_page import assert_shown, blocks
 PAGE = "templates.md"
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(600)
 def test_the_page_shows_what_the_commands_print(tmp_path: Path) -> None:
     """To the last count of lines; `...` stands for what differs between runs."""
