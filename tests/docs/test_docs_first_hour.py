@@ -11,6 +11,7 @@ PAGE = "first_hour.md"
 README = DOCS.parent / "README.md"
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(600)
 def test_the_page_shows_what_the_commands_print(tmp_path: Path) -> None:
     """To the last count of lines, wrong layer and mended layer alike."""
