@@ -13,7 +13,7 @@ LEVELS = [
     ["errors", "layout", "packing", "splits"],
     ["distributed"],
     ["checks", "initializer", "owners", "row_updates", "tensor"],
-    ["data_parallel", "loss", "optimizer_checks"],
+    ["data_parallel", "loss", "optimizer_checks", "replicas"],
     ["layer"],
     ["conversion_plan"],
     [

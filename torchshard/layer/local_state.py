@@ -18,6 +18,8 @@ from torchshard.errors import StateError
 from torchshard.initializer import Part
 from torchshard.layer.declaration import ParameterSpec
 from torchshard.layout import Ranges, Shard
+from torchshard.tensor import Sharding
+from torchshard.tensor.parameter import ShardedParameter, known_as_shard
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,7 +63,16 @@ class LocalState(nn.Module):
         """Put `tensor`, of the local shape, in the place of the named parameter or buffer."""
         path, _, leaf = name.rpartition(".")
         setattr(self.get_submodule(path), leaf, tensor)
+        self._remember(name, tensor)
+
+    def _remember(self, name: str, tensor: Tensor) -> None:
+        """Enter `tensor` as the named one, and have a parameter know what it is a shard of."""
         owners.remember(tensor, self, name)
+        spec = self._specs[name]
+        is_plain = type(tensor) in (nn.Parameter, ShardedParameter)
+        if spec.ranges is not None and self.group.size > 1 and is_plain:
+            sharding = Sharding(spec.sharded_dim, spec.ranges, self.group)
+            known_as_shard(cast(nn.Parameter, tensor), sharding)
 
     def _register(self, name: str, tensor: Tensor | None, is_buffer: bool) -> None:
         *path, leaf = name.split(".")
@@ -80,7 +91,7 @@ class LocalState(nn.Module):
     def _remember_tensors(self) -> None:
         optimizer_checks.watch_steps(self.group)
         for name in self._specs:
-            owners.remember(self.tensor_of(name), self, name)
+            self._remember(name, self.tensor_of(name))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer; torch may make new parameters for it."""
@@ -100,13 +111,13 @@ class LocalState(nn.Module):
         Whole parameters are rank 0's on every rank, whatever the ranks' seeds.
         """
         for name, spec in self._specs.items():
-            tensor = self.tensor_of(name)
+            tensor = self.tensor_of(name).detach()
             if tensor.is_meta:
                 continue
             # A number is filled as a tensor of one element.
             spec.init.fill(tensor if spec.shape else tensor.view(1), self._part(spec))
             if spec.ranges is None and spec.init.is_random:
-                tensor.copy_(collectives.broadcast(tensor.detach(), self.group))
+                tensor.copy_(collectives.broadcast(tensor, self.group))
 
     def _part(self, spec: ParameterSpec) -> Part:
         if spec.ranges is None:
@@ -138,7 +149,7 @@ class LocalState(nn.Module):
         old = self.tensor_of(name)
         if isinstance(old, nn.Parameter) and not isinstance(own, nn.Parameter):
             own = nn.Parameter(own, requires_grad=old.requires_grad)
-        owners.remember(own, self, name)
+        self._remember(name, own)
         return own
 
     def own_state(self, key: str, name: str, value: Tensor) -> Tensor:

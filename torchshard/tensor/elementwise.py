@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import Tensor
-from torchshard.distributed import ops
+from torchshard.distributed import collectives, ops
 from torchshard.distributed.random import shard_rng
 from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.tensor.sharded import (
@@ -56,9 +57,10 @@ _RANDOM = """
 
 
 @rule(_NAMES)
-def _elementwise(
+def pointwise(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    """Compute on the shards; the result is sharded as they are."""
     if func.__name__ == "where" and len(args) + len(kwargs) == 1:
         raise mixes("where", args[0].sharding, "of a condition alone has no rule")
     sharding, values, named = _aligned_all(func.__name__, args, kwargs)
@@ -66,12 +68,23 @@ def _elementwise(
 
 
 @rule(_IN_PLACE)
-def _in_place(
+def in_place(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Write into the shard; a plain tensor cannot take the values of a shard."""
     expect_first(func.__name__, args[0], [*args, *kwargs.values()])
-    return _elementwise(func, args, kwargs)
+    return pointwise(func, args, kwargs)
+
+
+@rule(["equal", "allclose"])
+def _compare(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Return whether the tensors are equal on all ranks, the same answer on each."""
+    sharding, values, named = _aligned_all(func.__name__, args, kwargs)
+    x = first_sharded([*args, *kwargs.values()])
+    differ = torch.tensor(not local_call(func, values, named), device=x.device)
+    return not collectives.all_reduce(differ.int(), sharding.group, "max")
 
 
 @rule(["to", "type_as"])
@@ -94,9 +107,9 @@ def _random(
     x = args[0]
     expect_first(func.__name__, x, [*args, *kwargs.values()])
     if not kwargs.get("training", True):
-        return _elementwise(func, args, kwargs)
+        return pointwise(func, args, kwargs)
     with shard_rng(x.sharding.group, x.device):
-        return _elementwise(func, args, kwargs)
+        return pointwise(func, args, kwargs)
 
 
 def _marked(result: Any, sharding: Sharding) -> Any:
