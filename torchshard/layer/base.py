@@ -176,7 +176,7 @@ class ParallelLayer(LocalState, ABC):
         return spec.placed(name, ranges_of(layout.segments, axes, self.group.size))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Take a parameter, also one that is assigned in the place of a declared one.
+        """Take a parameter, in the place of a declared one, or None, which takes it away.
 
         Raises:
             LayoutError: If a layer on several ranks is given one that it has not declared.
@@ -185,7 +185,9 @@ class ParallelLayer(LocalState, ABC):
         if self.group.size > 1 and self._passage is not None and is_new:
             raise _undeclared(type(self).__name__, name)
         super().register_parameter(name, param)
-        if param is not None and name in self._specs:
+        if param is None:
+            self._specs.pop(name, None)  # `layer.bias = None`
+        elif name in self._specs:
             self._remember(name, param)
 
     @classmethod

@@ -17,6 +17,7 @@ from torchshard.distributed.groups import GroupLike, resolve_group
 from torchshard.errors import StateError
 from torchshard.initializer import Part
 from torchshard.layer.declaration import ParameterSpec
+from torchshard.layer.shard_notes import expect_own_shards, note_shards
 from torchshard.layout import Ranges, Shard
 from torchshard.tensor import Sharding
 from torchshard.tensor.parameter import ShardedParameter, known_as_shard
@@ -90,8 +91,12 @@ class LocalState(nn.Module):
 
     def _remember_tensors(self) -> None:
         optimizer_checks.watch_steps(self.group)
-        for name in self._specs:
-            self._remember(name, self.tensor_of(name))
+        for name in list(self._specs):
+            tensor: Tensor | None = self.tensor_of(name)
+            if tensor is None:  # taken away: `layer.out_proj.bias = None`
+                del self._specs[name]
+            else:
+                self._remember(name, tensor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer; torch may make new parameters for it."""
@@ -125,6 +130,14 @@ class LocalState(nn.Module):
             return Part(shape, 0, ((0, shape[0]),))
         return Part(spec.shape, spec.sharded_dim, spec.ranges.per_rank[self.group.rank])
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save the local tensors, and whose they are in the state's metadata."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        if self.group.size > 1:
+            note_shards(self, destination, prefix)
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -135,6 +148,8 @@ class LocalState(nn.Module):
     ) -> None:
         """Take whole or local tensors, or DTensors: the shape says which."""
         assigns = local_metadata.get("assign_to_params_buffers", False)
+        if self.group.size > 1:
+            expect_own_shards(self, state_dict, prefix, local_metadata)
         for name in self._specs:
             key = prefix + name
             if key in state_dict:

@@ -37,6 +37,7 @@ from torchshard.tensor.sharded import (
     RULES,
     ShardedTensor,
     Sharding,
+    compiled_call,
     compiler_looks,
     is_in_backward,
     local_call,
@@ -157,8 +158,10 @@ class ShardedParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload) or compiler_looks():
+        if compiler_looks():
             return local_call(func, args, kwargs)
+        if isinstance(func, torch._ops.OpOverload):
+            return compiled_call(func, args, kwargs)
         name = func.__name__
         if inside.depth or _runs_a_layer_again():
             return _inside_a_layer(func, types, args, kwargs)

@@ -139,7 +139,7 @@ def _unscale(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Unscale the shards; what is infinite on one rank is found on all: one all-reduce."""
-    grads, found, scale = args
+    grads, found = args[:2]
     local_call(func, args, kwargs)
     groups = {x.sharding.group for x in grads if isinstance(x, ShardedTensor)}
     for group in groups:

@@ -9,17 +9,21 @@ which `torch.f`, `Tensor.f` and `F.f` share.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.layout import Ranges
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ class ShardedTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if isinstance(func, torch._ops.OpOverload):
-            return _compiled_call(func, args, kwargs or {})
+            return compiled_call(func, args, kwargs or {})
         if compiler_looks():
             return local_call(func, args, kwargs or {})
         name = func.__name__
@@ -181,14 +185,38 @@ def uncompiled(marked: type[Tensor]) -> None:
 uncompiled(ShardedTensor)
 
 
-def _compiled_call(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+def compiled_call(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run an operation of a compiled graph, which was traced on the shards themselves.
 
     On plain tensors: on a graph's first run torch 2.13 has a check that knows no subclass.
+
+    Raises:
+        ShardedOpError: If no graph calls it: an operator of torch.library has no rule.
     """
+    if not torch.compiler.is_compiling() and not _is_called_by_a_graph():
+        given = tree_leaves((args, kwargs))
+        sharding = next(x.sharding for x in given if _knows_its_place(x))
+        raise mixes(
+            str(func), sharding, "is an operator of torch.library, without a rule"
+        )
     return func(*tree_map(_local, args), **tree_map(_local, kwargs))
+
+
+_OPERATOR_MODULES = frozenset(["torch._ops", "torch._library.custom_ops", __name__])
+
+
+def _is_called_by_a_graph() -> bool:
+    """Return whether compiled code, or torch itself, called the running operator."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name not in _OPERATOR_MODULES and not name.endswith(".tensor.parameter"):
+            is_graph = frame.f_code.co_filename.startswith("<eval_with_key>")
+            return is_graph or name.split(".")[0] in ("torch", "torchshard", "")
+        frame = frame.f_back
+    return False
 
 
 def compiler_looks() -> bool:
@@ -449,7 +477,12 @@ def run_backward(
 
 
 def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, ShardedTensor) else value
+    return value.to_local() if _knows_its_place(value) else value
+
+
+def _knows_its_place(value: Any) -> bool:
+    """Return whether `value` is a marked tensor, or a parameter that is a shard."""
+    return isinstance(value, Tensor) and "sharding" in vars(value)
 
 
 def _edge(x: Any) -> Any:
