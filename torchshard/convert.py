@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -286,7 +287,7 @@ def _take_over(
             if not own.is_meta:
                 own.copy_(collectives.broadcast(own.detach(), layer.group))
         elif isinstance(tensor, nn.Parameter):
-            _replace_data(tensor, lambda x, n=name: _own_copy(layer, n, x))
+            _replace_data(tensor, partial(_own_copy, layer, name))
             moved[id(tensor)] = tensor
         else:
             own = _own_copy(layer, name, tensor.detach())
@@ -309,6 +310,11 @@ def _own_copy(layer: ParallelLayer, name: str, whole: Tensor) -> Tensor:
     """Return this rank's shard of `whole`, in storage of its own."""
     own = layer.own_state(name, name, whole)
     return own.clone() if own.shape == whole.shape else own
+
+
+def _whole_copy(layer: ParallelLayer, name: str, own: Tensor) -> Tensor:
+    """Return the whole of which `own` is this rank's shard, in storage of its own."""
+    return gathered(own, layer, name).clone()
 
 
 def _take_over_behaviour(new: nn.Module, old: nn.Module) -> None:
@@ -383,7 +389,7 @@ def _dense_of(layer: ParallelLayer, moved: dict[int, nn.Parameter]) -> nn.Module
         if id(tensor) not in moved and layer.ranges_of(name) is not None:
             if isinstance(tensor, nn.Parameter):
                 shard = known_as_whole(tensor)
-                _replace_data(shard, lambda x, n=name: gathered(x, layer, n).clone())
+                _replace_data(shard, partial(_whole_copy, layer, name))
                 moved[id(tensor)] = shard
             else:
                 value = gathered(tensor.detach(), layer, name).clone()

@@ -61,10 +61,10 @@ def _begin(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if model not in _means:
         _means[model] = _ReplicaMean(model)
     mean = _means[model]
-    mean.begin(DistributedDataParallel._get_active_ddp_module())
+    mean.begin(DistributedDataParallel._get_active_ddp_module())  # type: ignore[no-untyped-call]
     for tensor in _tensors(output):
         if tensor.requires_grad:
-            tensor.register_hook(mean.arrived)
+            tensor.register_hook(mean.arrived)  # type: ignore[no-untyped-call]
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -97,7 +97,7 @@ class _ReplicaMean:
         self._managed = set() if wrapper is None else managed_by(wrapper)
         for shard in self._shards():
             if shard not in _watched:
-                shard.register_post_accumulate_grad_hook(_arrived_at)
+                shard.register_post_accumulate_grad_hook(_arrived_at)  # type: ignore[no-untyped-call]
             _watched[shard] = weakref.ref(self)
 
     def arrived(self, grad: Tensor | None = None) -> None:
@@ -105,7 +105,7 @@ class _ReplicaMean:
         if self._is_due or not self._syncs:
             return
         self._is_due = True
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._average)
 
     def _shards(self) -> list[nn.Parameter]:
@@ -188,10 +188,11 @@ def _mean_of(grads: list[Tensor], group: dist.ProcessGroup) -> None:
         dist.all_reduce(grads[0], group=group)
         grads[0].div_(group.size())
         return
-    flat = _flatten_dense_tensors(grads)
+    flat = _flatten_dense_tensors(grads)  # type: ignore[no-untyped-call]
     dist.all_reduce(flat, group=group)
     flat.div_(group.size())
-    for grad, mean in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
+    means = _unflatten_dense_tensors(flat, grads)  # type: ignore[no-untyped-call]
+    for grad, mean in zip(grads, means, strict=True):
         grad.copy_(mean)
 
 

@@ -134,7 +134,7 @@ class LocalState(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         """Save the local tensors, and whose they are in the state's metadata."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.group.size > 1:
             note_shards(self, destination, prefix)
 

@@ -33,12 +33,14 @@ from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.initializer import Part, StreamInitializer
 from torchshard.tensor import elementwise
 from torchshard.tensor.sharded import (
+    ANSWERS_FIRST,
     PLAIN,
     RULES,
     ShardedTensor,
     Sharding,
     compiled_call,
     compiler_looks,
+    getter,
     is_in_backward,
     local_call,
     mark,
@@ -59,7 +61,14 @@ _FACTS = """
     share_memory_ is_shared type dtype is_same_size as_subclass _has_compatible_shallow_copy_type
     _backward_hooks _make_subclass is_nonzero requires_grad __setstate__ __dlpack_device__ tolist numpy
     """.split()
-_LOCAL = frozenset([*PLAIN, *_ALIKE, *_FACTS])
+_LISTS = [
+    name
+    for name in dir(torch)
+    if name.startswith(("_foreach_", "_fused_")) and "norm" not in name
+]
+"""What an optimizer calls with all parameters at once."""
+
+_LOCAL = frozenset([*PLAIN, *_ALIKE, *_FACTS, *_LISTS])
 _WHOLE_FACTS = frozenset(["size", "__len__", "numel", "nelement"])
 _FILLS = frozenset(
     """
@@ -146,8 +155,8 @@ class ShardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain parameter; the layer that is unpickled knows what it is a shard of."""
-        state = (self.detach(), self.requires_grad, OrderedDict())
-        return torch._utils._rebuild_parameter, state  # type: ignore[attr-defined]
+        state: tuple[Any, ...] = (self.detach(), self.requires_grad, OrderedDict())
+        return torch._utils._rebuild_parameter, state
 
     @classmethod
     def __torch_function__(
@@ -171,23 +180,22 @@ class ShardedParameter(nn.Parameter):
             return _attribute(func, args, kwargs)
         if name == "__set__":
             return _set_attribute(func, args, kwargs)
-        if name.startswith(("_foreach_", "_fused_")) and "norm" not in name:
-            return local_call(func, args, kwargs)
         if name in ("backward", "grad"):
             return run_backward(func, args, kwargs)
         asker = _asker()
         if asker.startswith(_KEEPERS):
             return local_call(func, args, kwargs)
-        if name in _FILLS and isinstance(args[0], ShardedParameter):
-            return _filled(func, args, kwargs)
         if getattr(func, "__module__", None) == _INIT:
             return _initialised(func, args, kwargs)
+        if name in _FILLS and isinstance(args[0], ShardedParameter):
+            return _filled(func, args, kwargs)
         if asker == _INIT and RULES.get(name) is elementwise.in_place:
             return local_call(func, args, kwargs)
         return _computed(func, args, kwargs)
 
 
 uncompiled(ShardedParameter)
+ANSWERS_FIRST.add(ShardedParameter)
 
 
 def known_as_shard(parameter: nn.Parameter, sharding: Sharding) -> ShardedParameter:
@@ -320,13 +328,8 @@ def _set_attribute(
     local_call(func, (parameter, _plain(value)), kwargs)
 
 
-_SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
-_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_VIEWS = [
-    getattr(torch.Tensor, name).__get__
-    for name in ("T", "mT", "H", "mH", "real", "imag")
-]
+_SHAPE, _GRAD, _DATA = map(getter, ("shape", "grad", "data"))
+_VIEWS = list(map(getter, ("T", "mT", "H", "mH", "real", "imag")))
 
 
 class _Fill(StreamInitializer):
@@ -396,8 +399,8 @@ def _computed(
     if rule in (elementwise.pointwise, elementwise.in_place):
         args, kwargs = _with_kin_marked(args, kwargs)
     result = func(*tree_map(_marked, args), **tree_map(_marked, kwargs))
-    is_in_place = func.__name__.endswith("_") and isinstance(args[0], ShardedParameter)
-    return args[0] if is_in_place and isinstance(result, ShardedTensor) else result
+    writes = rule is elementwise.in_place and isinstance(args[0], ShardedParameter)
+    return args[0] if writes else result
 
 
 def _are_kin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

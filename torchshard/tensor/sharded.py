@@ -58,6 +58,8 @@ class Sharding:
 # traced, an operation on the marked tensor inside a rule would see the shard alone.
 Rule: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[str, Rule] = {}
+ANSWERS_FIRST: set[type] = set()
+"""Classes that turn themselves into a `ShardedTensor` before its rules are asked."""
 
 
 def rule(names: Iterable[str]) -> Callable[[Rule], Rule]:
@@ -148,6 +150,8 @@ class ShardedTensor(torch.Tensor):
             return compiled_call(func, args, kwargs or {})
         if compiler_looks():
             return local_call(func, args, kwargs or {})
+        if any(kind in ANSWERS_FIRST for kind in types):
+            return NotImplemented
         name = func.__name__
         args, named = _torch_names(args, kwargs or {})
         function = RULES.get(name)
@@ -348,11 +352,11 @@ def _attribute(
 ) -> Any:
     """`x.shape` is the whole's; `x.T` and its kin are views; other attributes the shard's."""
     (x,) = cast(tuple[ShardedTensor], args)
-    if func == _getter("shape"):
+    if func == getter("shape"):
         return whole_shape(x)
-    if func == _getter("T"):
+    if func == getter("T"):
         return RULES["t"](func, args, kwargs)
-    if func == _getter("mT"):
+    if func == getter("mT"):
         return RULES["transpose"](func, (x, -2, -1), {})
     if func in _COMPLEX:
         raise mixes("a complex view", x.sharding, "has no rule for sharded tensors")
@@ -363,13 +367,13 @@ def _attribute(
     return result
 
 
-def _getter(name: str) -> Any:
+def getter(name: str) -> Any:
     """Return the function that `__torch_function__` is given for the attribute `name`."""
     return getattr(torch.Tensor, name).__get__
 
 
-_COMPLEX = [_getter("H"), _getter("mH"), _getter("real"), _getter("imag")]
-_ALIKE = [_getter("data"), _getter("grad")]
+_COMPLEX = [getter("H"), getter("mH"), getter("real"), getter("imag")]
+_ALIKE = [getter("data"), getter("grad")]
 
 
 @rule(["size"])
