@@ -279,15 +279,22 @@ def _inside_a_layer(
 ) -> Any:
     """Call `func` on the shards; other marked arguments go by their own rules."""
     if any(issubclass(kind, ShardedTensor) for kind in types):
-        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+        return _by_rule(func, tree_map(_plain, args), tree_map(_plain, kwargs))
     return local_call(func, args, kwargs)
+
+
+def _by_rule(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `func` on marked tensors; a plain call, in a traced graph, sees the shards alone."""
+    return ShardedTensor.__torch_function__(func, (), args, kwargs)
 
 
 def _fact(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if func.__name__ in _WHOLE_FACTS and _asker() == _INIT:
-        return func(marked(args[0]), *args[1:], **kwargs)
+        return _by_rule(func, (marked(args[0]), *args[1:]), kwargs)
     return local_call(func, args, kwargs)
 
 
@@ -297,9 +304,9 @@ def _attribute(
     """Attributes are the shard's, but for who takes norms of gradients or counts fans."""
     (parameter,) = args
     if func == _SHAPE and _asker() == _INIT:
-        return marked(parameter).shape
+        return _by_rule(func, (marked(parameter),), {})
     if func in _VIEWS:
-        return func(marked(parameter))
+        return _by_rule(func, (marked(parameter),), {})
     value = local_call(func, args, kwargs)
     if func not in (_GRAD, _DATA) or torch.compiler.is_compiling():
         return value
@@ -398,7 +405,7 @@ def _computed(
         return local_call(func, args, kwargs)
     if rule in (elementwise.pointwise, elementwise.in_place):
         args, kwargs = _with_kin_marked(args, kwargs)
-    result = func(*tree_map(_marked, args), **tree_map(_marked, kwargs))
+    result = _by_rule(func, tree_map(_marked, args), tree_map(_marked, kwargs))
     writes = rule is elementwise.in_place and isinstance(args[0], ShardedParameter)
     return args[0] if writes else result
 
