@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torchshard import optimizer_checks
 from torchshard.conversion_plan import (
     Conversion,
     ConversionPlan,
@@ -32,6 +31,7 @@ from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import LayoutError
 from torchshard.layer import ParallelLayer
 from torchshard.layout import Shard
+from torchshard.optimizer_state import has_changed
 from torchshard.state import gathered
 from torchshard.tensor.parameter import known_as_whole
 
@@ -303,7 +303,7 @@ def _replace_data(parameter: nn.Parameter, change: Callable[[Tensor], Tensor]) -
     if grad is not None:
         grad = grad.detach()
         parameter.grad = change(grad.to_dense() if grad.is_sparse else grad)
-    optimizer_checks.has_changed(parameter)
+    has_changed(parameter)
 
 
 def _own_copy(layer: ParallelLayer, name: str, whole: Tensor) -> Tensor:

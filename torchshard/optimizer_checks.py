@@ -1,4 +1,4 @@
-"""What optimizers may not do with shards, and their state: hooks before a step.
+"""What optimizers may not do with shards: hooks before a step.
 
 torch has no hook for an optimizer that is built, only one before the step of every optimizer of
 the process. It is set when the first layer that several ranks share is made, copied or
@@ -10,33 +10,19 @@ from __future__ import annotations
 
 import sys
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 from torchshard.data_parallel import spans_shards
 from torchshard.distributed.groups import ShardGroup, at_destroy
 from torchshard.errors import GroupError
-from torchshard.owners import Owner, shard_owner_of
+from torchshard.optimizer_state import divide_state
+from torchshard.owners import shard_owner_of
 
 _hooks: list[RemovableHandle] = []
-_changed = WeakIdKeyDictionary()
-"""Parameters that a conversion has cut, or made whole, and that were there before."""
-_num_changes = 0
-_settled: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-"""How many changes an optimizer's state has seen."""
-
-
-def has_changed(parameter: Tensor) -> None:
-    """Note that a conversion has changed the size of a parameter, which optimizers may hold."""
-    global _num_changes
-    _num_changes += 1
-    _changed[parameter] = True
 
 
 def watch_steps(group: ShardGroup) -> None:
@@ -115,34 +101,3 @@ def expect_elementwise(
                     " shard. Nothing has been changed yet. Use an optimizer that works"
                     " element by element, such as SGD, Adam or AdamW, for shards."
                 )
-
-
-def divide_state(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Cut the state that an optimizer made of parameters before they were divided.
-
-    Raises:
-        GroupError: If a tensor of the state has neither the whole shape nor the shard's.
-    """
-    if torch.compiler.is_compiling() or _settled.get(optimizer, 0) == _num_changes:
-        return
-    _settled[optimizer] = _num_changes
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            place = shard_owner_of(tensor) if tensor in _changed else None
-            if place is not None:
-                _divide(optimizer.state.get(tensor, {}), *place)
-
-
-def _divide(state: dict[str, Any], layer: Owner, name: str) -> None:
-    for key, value in state.items():
-        is_of_whole = isinstance(value, Tensor) and value.dim() > 0
-        if is_of_whole and value.shape != layer.own_shape(name):
-            if value.shape != layer.specs[name].shape:
-                raise GroupError(
-                    f"The optimizer's {key} of {type(layer).__name__}.{name} has shape"
-                    f" {tuple(value.shape)}, neither the whole's nor the shard's, so it"
-                    " cannot be divided. Build the optimizer after the model is divided."
-                )
-            state[key] = layer.own_state(key, name, value)

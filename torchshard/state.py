@@ -18,9 +18,9 @@ from torchshard.distributed import collectives
 from torchshard.distributed.groups import ShardGroup, model_group
 from torchshard.errors import GroupError, StateError
 from torchshard.layer import ParallelLayer
-from torchshard.layer.shard_notes import note_shards, without_notes
 from torchshard.layout import Shard
 from torchshard.owners import Owner
+from torchshard.shard_notes import note_shards, without_notes
 
 
 def sharded_entries(

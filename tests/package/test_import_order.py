@@ -12,7 +12,8 @@ PACKAGE = "torchshard"
 LEVELS = [
     ["errors", "layout", "packing", "splits"],
     ["distributed"],
-    ["checks", "initializer", "owners", "row_updates", "tensor"],
+    ["checks", "initializer", "owners", "row_updates"],
+    ["optimizer_state", "shard_notes", "tensor"],
     ["data_parallel", "loss", "optimizer_checks", "replicas"],
     ["layer"],
     ["conversion_plan"],

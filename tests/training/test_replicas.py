@@ -98,8 +98,8 @@ def accumulated():
 
 
 def test_no_sync_exchanges_nothing():
-    """The next backward brings the mean of all that has been accumulated, in two all-reduces."""
-    assert run_ranks(accumulated, 4, group_size=2) == [2] * 4
+    """The next backward brings the mean of all that has been accumulated, in two all-reduces of the shards and two of the stem."""
+    assert run_ranks(accumulated, 4, group_size=2) == [4] * 4
 
 
 def after_an_error():

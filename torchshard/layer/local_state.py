@@ -17,9 +17,10 @@ from torchshard.distributed.groups import GroupLike, resolve_group
 from torchshard.errors import StateError
 from torchshard.initializer import Part
 from torchshard.layer.declaration import ParameterSpec
-from torchshard.layer.shard_notes import expect_own_shards, note_shards
-from torchshard.layout import Ranges, Shard
+from torchshard.layout import Ranges
+from torchshard.shard_notes import expect_own_shards, note_shards
 from torchshard.tensor import Sharding
+from torchshard.tensor.dtensors import in_form, wanted_form, without_dtensor
 from torchshard.tensor.parameter import ShardedParameter, known_as_shard
 
 if TYPE_CHECKING:
@@ -55,6 +56,13 @@ class LocalState(nn.Module):
         """Return who holds what of the named parameter's sharded dim; None if it is whole."""
         return self._specs[name].ranges
 
+    def sharding_of(self, name: str) -> Sharding | None:
+        """Return how the named parameter or buffer is spread; None if it is whole."""
+        spec = self._specs[name]
+        if spec.ranges is None:
+            return None
+        return Sharding(spec.sharded_dim, spec.ranges, self.group)
+
     def tensor_of(self, name: str) -> Tensor:
         """Return the local tensor of the parameter or buffer of that dotted name."""
         path, _, leaf = name.rpartition(".")
@@ -69,10 +77,9 @@ class LocalState(nn.Module):
     def _remember(self, name: str, tensor: Tensor) -> None:
         """Enter `tensor` as the named one, and have a parameter know what it is a shard of."""
         owners.remember(tensor, self, name)
-        spec = self._specs[name]
+        sharding = self.sharding_of(name)
         is_plain = type(tensor) in (nn.Parameter, ShardedParameter)
-        if spec.ranges is not None and self.group.size > 1 and is_plain:
-            sharding = Sharding(spec.sharded_dim, spec.ranges, self.group)
+        if sharding is not None and self.group.size > 1 and is_plain:
             known_as_shard(cast(nn.Parameter, tensor), sharding)
 
     def _register(self, name: str, tensor: Tensor | None, is_buffer: bool) -> None:
@@ -133,10 +140,23 @@ class LocalState(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Save the local tensors, and whose they are in the state's metadata."""
+        """Save the local tensors, and whose they are in the state's metadata.
+
+        For `torch.distributed.checkpoint` they are DTensors, which say so themselves: those
+        that are parameters become it where torch detaches them.
+        """
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.group.size > 1:
+        if self.group.size == 1:
+            return
+        form = wanted_form()
+        if form == "local" or keep_vars:
             note_shards(self, destination, prefix)
+            return
+        for name in self._specs:
+            sharding, key = self.sharding_of(name), prefix + name
+            is_known = isinstance(self.tensor_of(name), ShardedParameter)
+            if sharding is not None and key in destination and not is_known:
+                destination[key] = in_form(destination[key], sharding, form)
 
     def _load_from_state_dict(
         self,
@@ -174,13 +194,13 @@ class LocalState(nn.Module):
             key: The tensor's key in its state dict, for the error.
             name: The parameter's or buffer's dotted name in this layer.
             value: A tensor of the whole shape or the local one, or a whole-shaped DTensor,
-                `torchshard.checkpoint.sharded_state_dict`'s included.
+                `torchshard.sharded_state_dict`'s included.
 
         Raises:
             StateError: If `value` has neither shape.
         """
         own_shape, spec = self.own_shape(name), self._specs[name]
-        value = _without_dtensor(value, spec, own_shape)
+        value = without_dtensor(value, spec.sharded_dim, own_shape)
         if value.shape == own_shape:
             return value
         if spec.ranges is None or value.shape != spec.shape:
@@ -199,22 +219,3 @@ class LocalState(nn.Module):
             own = tuple(self.tensor_of(name).shape)
             parts.append(f"{name}={own} of {spec.shape}")
         return ", ".join(parts)
-
-
-def _without_dtensor(
-    value: Tensor, spec: ParameterSpec, own_shape: tuple[int, ...]
-) -> Tensor:
-    """Return a DTensor as a plain tensor: whole, or the shard if it is a list of chunks."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-
-    if not isinstance(value, DTensor):
-        return value
-    with torch.no_grad():
-        local = value.to_local()
-    if isinstance(local, LocalShardsWrapper) and isinstance(spec.layout, Shard):
-        chunks = local.local_shards()
-        if not chunks:
-            return torch.empty(own_shape, dtype=value.dtype, device=value.device)
-        return torch.cat(chunks, spec.layout.dim)
-    return value.full_tensor()

@@ -15,7 +15,7 @@ from torchshard.layer.base import ParallelLayer
 from torchshard.layer.declaration import ParameterSpec
 from torchshard.layout import Axis, Shard, Whole
 from torchshard.splits import Dim
-from torchshard.tensor import Sharding, mark
+from torchshard.tensor import mark
 from torchshard.tensor.sharded import is_in_backward
 
 
@@ -63,9 +63,9 @@ class MarkedLayer(ParallelLayer):
         if not (self.__dict__.get("_marks") or is_in_backward()):
             return value
         spec = self.__dict__["_specs"].get(name)
-        if spec is None or spec.ranges is None or value is None:
+        sharding = None if spec is None else self.sharding_of(name)
+        if sharding is None or value is None:
             return value
-        sharding = Sharding(spec.sharded_dim, spec.ranges, self.group)
         shared = self.shared(name) if spec.grad == "overlapping" else value
         return mark(shared.view_as(shared), sharding)
 

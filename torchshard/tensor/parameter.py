@@ -31,7 +31,9 @@ from torch.utils._pytree import tree_map
 from torchshard.distributed import collectives, ops
 from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.initializer import Part, StreamInitializer
+from torchshard.optimizer_state import watch_state
 from torchshard.tensor import elementwise
+from torchshard.tensor.dtensors import in_form, wanted_form
 from torchshard.tensor.sharded import (
     ANSWERS_FIRST,
     PLAIN,
@@ -295,7 +297,11 @@ def _fact(
 ) -> Any:
     if func.__name__ in _WHOLE_FACTS and _asker() == _INIT:
         return _by_rule(func, (marked(args[0]), *args[1:]), kwargs)
-    return local_call(func, args, kwargs)
+    value = local_call(func, args, kwargs)
+    if func is torch.Tensor.detach and _asker() == "torch.nn.modules.module":
+        # A plain module saves what it shares with a layer.
+        return in_form(value, args[0].sharding, wanted_form())
+    return value
 
 
 def _attribute(
@@ -308,6 +314,8 @@ def _attribute(
     if func in _VIEWS:
         return _by_rule(func, (marked(parameter),), {})
     value = local_call(func, args, kwargs)
+    if func == _IS_LEAF and _asker() == "torch.optim.optimizer":
+        _become_known(_calling_frame())
     if func not in (_GRAD, _DATA) or torch.compiler.is_compiling():
         return value
     asker = _asker()
@@ -335,7 +343,14 @@ def _set_attribute(
     local_call(func, (parameter, _plain(value)), kwargs)
 
 
-_SHAPE, _GRAD, _DATA = map(getter, ("shape", "grad", "data"))
+def _become_known(frame: FrameType | None) -> None:
+    """Tell the optimizer that takes the parameter in, which asks whether it is a leaf."""
+    optimizer = None if frame is None else frame.f_locals.get("self")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        watch_state(optimizer)
+
+
+_SHAPE, _GRAD, _DATA, _IS_LEAF = map(getter, ("shape", "grad", "data", "is_leaf"))
 _VIEWS = list(map(getter, ("T", "mT", "H", "mH", "real", "imag")))
 
 

@@ -9,19 +9,19 @@ of numbers and strings, and is saved and loaded with the state, `weights_only` t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torchshard.distributed.agreement import from_all_ranks
+from torchshard.distributed.groups import ShardGroup
 from torchshard.errors import StateError
-
-if TYPE_CHECKING:
-    from torchshard.layer.local_state import LocalState
+from torchshard.owners import Owner
+from torchshard.tensor.dtensors import is_dtensor
 
 _NOTE = "torchshard"
 
 
-def note_shards(layer: LocalState, state_dict: Any, prefix: str) -> None:
+def note_shards(layer: Owner, state_dict: Any, prefix: str) -> None:
     """Note in the metadata of `state_dict` whose shards the layer's tensors in it are."""
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
@@ -37,13 +37,13 @@ def without_notes(metadata: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _note(layer: LocalState) -> dict[str, Any]:
+def _note(layer: Owner) -> dict[str, Any]:
     shapes = {name: list(spec.shape) for name, spec in layer.specs.items()}
     return {"rank": layer.group.rank, "size": layer.group.size, "shapes": shapes}
 
 
 def expect_own_shards(
-    layer: LocalState,
+    layer: Owner,
     state_dict: Mapping[str, Any],
     prefix: str,
     metadata: Mapping[str, Any],
@@ -61,9 +61,12 @@ def expect_own_shards(
         for name in layer.specs
         if layer.ranges_of(name) is not None
         and isinstance(state_dict.get(prefix + name), Tensor)
+        and not is_dtensor(state_dict[prefix + name])  # which says itself what it is
     }
     if not set(metadata) - {"assign_to_params_buffers"}:
-        _expect_different(layer, {key: state_dict[key] for key in shards})
+        given = {key: state_dict[key] for key in shards}
+        wholes = {key: layer.specs[name].shape for key, name in shards.items()}
+        expect_different(given, wholes, layer.group)
         return
     note = metadata.get(_NOTE)
     if note is None:
@@ -79,7 +82,7 @@ def expect_own_shards(
         )
 
 
-def _expect_whole(layer: LocalState, key: str, name: str, value: Tensor) -> None:
+def _expect_whole(layer: Owner, key: str, name: str, value: Tensor) -> None:
     shape, whole = tuple(value.shape), layer.specs[name].shape
     if shape != whole and shape == layer.own_shape(name):
         raise StateError(
@@ -89,7 +92,7 @@ def _expect_whole(layer: LocalState, key: str, name: str, value: Tensor) -> None
         )
 
 
-def _verdict(layer: LocalState, prefix: str, note: Mapping[str, Any]) -> str | None:
+def _verdict(layer: Owner, prefix: str, note: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a note that came with this rank's state, or None."""
     ours = _note(layer)
     differ = [
@@ -111,26 +114,32 @@ def _verdict(layer: LocalState, prefix: str, note: Mapping[str, Any]) -> str | N
     )
 
 
-def _expect_different(layer: LocalState, given: Mapping[str, Tensor]) -> None:
-    """Check that tensors that all have a shard's shape are not the same on all ranks."""
-    seen = from_all_ranks(
-        {key: _seen(value) for key, value in given.items()}, layer.group
-    )
-    shapes = {key: list(value.shape) for key, value in given.items()}
-    wholes = {
-        key: list(layer.specs[name].shape)
-        for name in layer.specs
-        for key in given
-        if key.endswith(name)
-    }
+def expect_different(
+    given: Mapping[str, Tensor],
+    wholes: Mapping[str, tuple[int, ...]],
+    group: ShardGroup,
+) -> None:
+    """Check that tensors that all have a shard's shape are not the same on all ranks.
+
+    Args:
+        given: Tensors of a state dict that says nothing of whose they are.
+        wholes: The whole shape that each is, or is a part of.
+        group: The ranks, which all call.
+
+    Raises:
+        StateError: On every rank, if all were given the same.
+    """
+    seen = from_all_ranks({key: _seen(value) for key, value in given.items()}, group)
     varied = [key for key in given if len(set(seen[0].get(key, ()))) > 1]
     alike = [key for key in varied if all(seen[0][key] == one.get(key) for one in seen)]
-    if varied and alike == varied and all(shapes[key] != wholes[key] for key in alike):
+    are_whole = (tuple(given[key].shape) == wholes[key] for key in alike)
+    if varied and alike == varied and not any(are_whole):
+        shapes = ", ".join(str(tuple(given[key].shape)) for key in alike)
         raise StateError(
-            f"{', '.join(alike)}: the ranks were given the same tensors, of shape"
-            f" {', '.join(str(tuple(shapes[key])) for key in alike)}, though each holds"
-            f" another shard of {', '.join(str(tuple(wholes[key])) for key in alike)}. Load"
-            " whole state, or on every rank its own shard."
+            f"{', '.join(alike)}: the ranks were given the same tensors, of shape {shapes},"
+            f" though each holds another shard of"
+            f" {', '.join(str(wholes[key]) for key in alike)}. Load whole state, or on every"
+            " rank its own shard."
         )
 
 
