@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,7 +31,9 @@ from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import LayoutError
 from torchshard.layer import ParallelLayer
 from torchshard.layout import Shard
+from torchshard.optimizer_state import has_changed
 from torchshard.state import gathered
+from torchshard.tensor.parameter import known_as_whole
 
 _HOOKS = (
     "_forward_hooks",
@@ -269,30 +272,49 @@ def _outside(model: nn.Module, converted: set[int]) -> Iterator[tuple[str, nn.Mo
 def _take_over(
     layer: ParallelLayer, dense: nn.Module, moved: dict[int, nn.Parameter]
 ) -> None:
-    """Give `layer` its shards of the dense layer's tensors, and all else that it had."""
+    """Give `layer` the dense layer's tensors, cut to this rank's part, and all else it had.
+
+    Parameters stay the same objects, so that an optimizer that was built before goes on.
+    """
     for name, tensor in _named(dense):
         is_parameter = isinstance(tensor, nn.Parameter)
         if is_parameter and id(tensor) in moved:
-            layer.set_tensor(name, moved[id(tensor)])
+            layer.set_tensor(name, tensor)
             continue
+        own = tensor
         if layer.ranges_of(name) is None:
             # The same object, which other modules may share.
-            own = tensor
             if not own.is_meta:
                 own.copy_(collectives.broadcast(own.detach(), layer.group))
+        elif isinstance(tensor, nn.Parameter):
+            _replace_data(tensor, partial(_own_copy, layer, name))
+            moved[id(tensor)] = tensor
         else:
             own = _own_copy(layer, name, tensor.detach())
-            if is_parameter:
-                own = nn.Parameter(own, requires_grad=tensor.requires_grad)
-                moved[id(tensor)] = own
         layer.set_tensor(name, own)
     _take_over_behaviour(layer, dense)
+
+
+def _replace_data(parameter: nn.Parameter, change: Callable[[Tensor], Tensor]) -> None:
+    """Give the parameter, and its gradient if it has one, changed values."""
+    grad = parameter.grad
+    parameter.grad = None
+    parameter.data = change(parameter.detach())
+    if grad is not None:
+        grad = grad.detach()
+        parameter.grad = change(grad.to_dense() if grad.is_sparse else grad)
+    has_changed(parameter)
 
 
 def _own_copy(layer: ParallelLayer, name: str, whole: Tensor) -> Tensor:
     """Return this rank's shard of `whole`, in storage of its own."""
     own = layer.own_state(name, name, whole)
     return own.clone() if own.shape == whole.shape else own
+
+
+def _whole_copy(layer: ParallelLayer, name: str, own: Tensor) -> Tensor:
+    """Return the whole of which `own` is this rank's shard, in storage of its own."""
+    return gathered(own, layer, name).clone()
 
 
 def _take_over_behaviour(new: nn.Module, old: nn.Module) -> None:
@@ -363,12 +385,14 @@ def _dense_of(layer: ParallelLayer, moved: dict[int, nn.Parameter]) -> nn.Module
     given = {key: value for key, value in arguments.items() if key in taken}
     dense = dense_class(**given, device="meta")
     for name, tensor in _named(layer):
-        value: Tensor = moved.get(id(tensor), tensor)
+        value = tensor
         if id(tensor) not in moved and layer.ranges_of(name) is not None:
-            value = gathered(tensor.detach(), layer, name).clone()
             if isinstance(tensor, nn.Parameter):
-                value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-                moved[id(tensor)] = value
+                shard = known_as_whole(tensor)
+                _replace_data(shard, partial(_whole_copy, layer, name))
+                moved[id(tensor)] = shard
+            else:
+                value = gathered(tensor.detach(), layer, name).clone()
         path, _, leaf = name.rpartition(".")
         setattr(dense.get_submodule(path), leaf, value)
     _take_over_behaviour(dense, layer)

@@ -1,4 +1,4 @@
-"""What optimizers may not do with shards: hooks before a step, while shards are about.
+"""What optimizers may not do with shards: hooks before a step.
 
 torch has no hook for an optimizer that is built, only one before the step of every optimizer of
 the process. It is set when the first layer that several ranks share is made, copied or
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torchshard.data_parallel import spans_shards
 from torchshard.distributed.groups import ShardGroup, at_destroy
 from torchshard.errors import GroupError
+from torchshard.optimizer_state import divide_state
 from torchshard.owners import shard_owner_of
 
 _hooks: list[RemovableHandle] = []
@@ -28,7 +29,7 @@ def watch_steps(group: ShardGroup) -> None:
     """Check every optimizer's step from now on, if `group` has several ranks."""
     if group.size == 1 or _hooks:
         return
-    checks = (expect_no_shards, expect_elementwise)
+    checks = (expect_no_shards, expect_elementwise, divide_state)
     _hooks.extend(register_optimizer_step_pre_hook(check) for check in checks)
     at_destroy(_forget)
 

@@ -18,6 +18,7 @@ from torchshard.layout import Ranges
 
 if TYPE_CHECKING:
     from torchshard.layer.declaration import ParameterSpec
+    from torchshard.tensor import Sharding
 
 
 class Owner(Protocol):
@@ -32,6 +33,9 @@ class Owner(Protocol):
 
     def ranges_of(self, name: str) -> Ranges | None:
         """Return who holds what of the parameter's sharded dim."""
+
+    def sharding_of(self, name: str) -> Sharding | None:
+        """Return how the parameter is spread; None if it is whole."""
 
     def tensor_of(self, name: str) -> Tensor:
         """Return the local tensor."""

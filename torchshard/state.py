@@ -20,6 +20,7 @@ from torchshard.errors import GroupError, StateError
 from torchshard.layer import ParallelLayer
 from torchshard.layout import Shard
 from torchshard.owners import Owner
+from torchshard.shard_notes import note_shards, without_notes
 
 
 def sharded_entries(
@@ -131,7 +132,7 @@ def _like(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     empty: dict[str, Any] = OrderedDict()
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
-        empty._metadata = metadata  # type: ignore[attr-defined] # as torch's own has it
+        empty._metadata = without_notes(metadata)  # type: ignore[attr-defined] # as torch's own has it
     return empty
 
 
@@ -165,11 +166,16 @@ def relocate_state_dict(
     else:
         entries = _sent(state_dict or {}, owners, group, device)
     relocated = _like(state_dict or {})
+    if not hasattr(relocated, "_metadata"):
+        relocated._metadata = {}  # type: ignore[attr-defined] # as torch's own has it
     for key, value in entries:
         if key in owners:
             layer, name = owners[key]
             value = layer.own_state(key, name, value)
         relocated[key] = value
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, ParallelLayer) and module.group.size > 1:
+            note_shards(module, relocated, f"{prefix}{path}." if path else prefix)
     return relocated
 
 

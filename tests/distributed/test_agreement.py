@@ -73,7 +73,7 @@ def test_differing_calls_and_inputs_are_named_on_every_rank():
         f" (3, 1, 4), torch.float32{advice}",
         f"copy{differ}",
         f"scatter{differ}",
-        f"copy{differ}",
+        f"a tensor beside a shard in mul{differ}",
     ]
 
 

@@ -207,7 +207,7 @@ def dense_forward_runs_as_it_stands():
         for name, parameter in dense.named_parameters():
             own = layer.own_state(name, name, parameter.grad)
             torch.testing.assert_close(getattr(layer, name).grad, own)
-    assert type(layer.up) is nn.Parameter
+    assert isinstance(layer.up, nn.Parameter)
     whole = ts.collect_state_dict(layer)
     torch.testing.assert_close(whole, dict(dense.state_dict()))
 

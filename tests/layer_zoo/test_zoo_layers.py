@@ -389,7 +389,7 @@ def packed_heads():
     layer.load_state_dict(dense.state_dict())
     first, last = [(0, 4), (4, 6), (6, 8)][layer.group.rank]
     expected = [part * 8 + row for part in range(3) for row in range(first, last)]
-    assert layer.in_proj_weight[:, 0].tolist() == expected
+    assert layer.in_proj_weight.detach()[:, 0].tolist() == expected
     assert layer.in_proj_bias.tolist() == expected
 
 

@@ -12,8 +12,9 @@ PACKAGE = "torchshard"
 LEVELS = [
     ["errors", "layout", "packing", "splits"],
     ["distributed"],
-    ["checks", "initializer", "owners", "row_updates", "tensor"],
-    ["data_parallel", "loss", "optimizer_checks"],
+    ["checks", "initializer", "owners", "row_updates"],
+    ["optimizer_state", "shard_notes", "tensor"],
+    ["data_parallel", "loss", "optimizer_checks", "replicas"],
     ["layer"],
     ["conversion_plan"],
     [

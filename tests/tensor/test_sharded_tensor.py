@@ -486,7 +486,6 @@ def refusals():
         "gather index": lambda: y.gather(1, torch.zeros(3, 1, dtype=torch.long)),
         "transpose_": lambda: y.transpose_(0, 1),
         "median": lambda: y.median(),
-        "allclose": lambda: torch.allclose(y, y),
         "as numpy array": lambda: y.__array__(),
     }
     for name, call in calls.items():

@@ -377,10 +377,10 @@ def expect_refused(layer):
 def checks_come_and_go(path):
     assert step_checks() == []
     layer = ts.nn.ParallelLinear(3, 5, dim=1)
-    both = ["expect_no_shards", "expect_elementwise"]
-    assert step_checks() == both
+    all_three = ["expect_no_shards", "expect_elementwise", "divide_state"]
+    assert step_checks() == all_three
     expect_refused(ts.nn.ParallelLinear(3, 5, dim=0))
-    assert step_checks() == both
+    assert step_checks() == all_three
     saved, rank = pickle.dumps(layer), ts.distributed.get_rank()
     ts.destroy_process_group()
     assert step_checks() == []
@@ -389,7 +389,7 @@ def checks_come_and_go(path):
     ts.init_process_group()
     assert step_checks() == []
     expect_refused(pickle.loads(saved))
-    assert step_checks() == both
+    assert step_checks() == all_three
 
 
 def test_steps_are_checked_while_there_are_shards(tmp_path):

@@ -24,7 +24,7 @@ def expect_same_call(name: str, x: Tensor, group: ShardGroup) -> None:
     """
     if not _is_debugging(group):
         return
-    calls = _from_all_ranks(f"{name} of {tuple(x.shape)}, {x.dtype}", group)
+    calls = from_all_ranks(f"{name} of {tuple(x.shape)}, {x.dtype}", group)
     if len(set(calls)) > 1:
         listed = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
         raise GroupError(
@@ -45,7 +45,7 @@ def expect_whole(name: str, x: Tensor, group: ShardGroup) -> None:
     first = x.detach().clone(memory_format=torch.contiguous_format)
     dist.broadcast(first, group=group.process_group, group_src=0)
     both_nan = (x != x) & (first != first)
-    same = _from_all_ranks(bool(((x == first) | both_nan).all()), group)
+    same = from_all_ranks(bool(((x == first) | both_nan).all()), group)
     if not all(same):
         ranks = ", ".join(str(rank) for rank, equal in enumerate(same) if not equal)
         raise GroupError(
@@ -61,7 +61,8 @@ def _is_debugging(group: ShardGroup) -> bool:
     return os.environ.get("TORCHSHARD_DEBUG") == "1"
 
 
-def _from_all_ranks(value: Any, group: ShardGroup) -> list[Any]:
+def from_all_ranks(value: Any, group: ShardGroup) -> list[Any]:
+    """Return the value of every rank, by rank."""
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.process_group)
     return values

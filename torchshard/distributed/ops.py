@@ -69,6 +69,20 @@ def copy(x: Tensor, group: GroupLike = None) -> Tensor:
     return move("copy", x, group)
 
 
+def enter(name: str, x: Tensor, group: ShardGroup) -> Tensor:
+    """Do what `copy` does for a tensor that may want no gradient, which is then as it is.
+
+    Args:
+        name: What the tensor is, for the error of TORCHSHARD_DEBUG=1.
+        x: A whole tensor.
+        group: The ranks that read it.
+    """
+    if group.size == 1:
+        return x
+    expect_whole(name, x, group)
+    return move("copy", x, group) if x.requires_grad else x
+
+
 @_for_plain
 def reduce(x: Tensor, group: GroupLike = None) -> Tensor:
     """Return the sum of the ranks' partials `x`, whole. `x` is left alone."""

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torchshard import data_parallel, owners
+from torchshard import data_parallel
 from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, resolve_group
 from torchshard.errors import GroupError, LayoutError
@@ -28,6 +28,7 @@ from torchshard.layer.local_state import LocalState
 from torchshard.layer.passage import Outputs, Passage
 from torchshard.layout import Axis, Layout, Shard, ranges_of
 from torchshard.splits import Dim, Splits, code_of, split_named
+from torchshard.tensor.parameter import inside
 
 
 class ParallelLayer(LocalState, ABC):
@@ -175,7 +176,7 @@ class ParallelLayer(LocalState, ABC):
         return spec.placed(name, ranges_of(layout.segments, axes, self.group.size))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Take a parameter, also one that is assigned in the place of a declared one.
+        """Take a parameter, in the place of a declared one, or None, which takes it away.
 
         Raises:
             LayoutError: If a layer on several ranks is given one that it has not declared.
@@ -184,8 +185,10 @@ class ParallelLayer(LocalState, ABC):
         if self.group.size > 1 and self._passage is not None and is_new:
             raise _undeclared(type(self).__name__, name)
         super().register_parameter(name, param)
-        if param is not None and name in self._specs:
-            owners.remember(param, self, name)
+        if param is None:
+            self._specs.pop(name, None)  # `layer.bias = None`
+        elif name in self._specs:
+            self._remember(name, param)
 
     @classmethod
     def dense_arguments(cls, dense: nn.Module) -> dict[str, Any]:
@@ -265,8 +268,12 @@ class ParallelLayer(LocalState, ABC):
         self._expect_group()
         self._expect_plain_shards()
         data_parallel.expect_ignored_shards(self)
-        args, kwargs = passage.enter(args, kwargs, self.gather_batch)
-        return self.finish(passage.leave(self._computed(*args, **kwargs)))
+        inside.depth += 1  # what is read of the parameters here are shards
+        try:
+            args, kwargs = passage.enter(args, kwargs, self.gather_batch)
+            return self.finish(passage.leave(self._computed(*args, **kwargs)))
+        finally:
+            inside.depth -= 1
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `local_forward` gives; a base class may stand between."""

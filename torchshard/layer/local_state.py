@@ -17,7 +17,11 @@ from torchshard.distributed.groups import GroupLike, resolve_group
 from torchshard.errors import StateError
 from torchshard.initializer import Part
 from torchshard.layer.declaration import ParameterSpec
-from torchshard.layout import Ranges, Shard
+from torchshard.layout import Ranges
+from torchshard.shard_notes import expect_own_shards, note_shards
+from torchshard.tensor import Sharding
+from torchshard.tensor.dtensors import in_form, wanted_form, without_dtensor
+from torchshard.tensor.parameter import ShardedParameter, known_as_shard
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,6 +56,13 @@ class LocalState(nn.Module):
         """Return who holds what of the named parameter's sharded dim; None if it is whole."""
         return self._specs[name].ranges
 
+    def sharding_of(self, name: str) -> Sharding | None:
+        """Return how the named parameter or buffer is spread; None if it is whole."""
+        spec = self._specs[name]
+        if spec.ranges is None:
+            return None
+        return Sharding(spec.sharded_dim, spec.ranges, self.group)
+
     def tensor_of(self, name: str) -> Tensor:
         """Return the local tensor of the parameter or buffer of that dotted name."""
         path, _, leaf = name.rpartition(".")
@@ -61,7 +72,15 @@ class LocalState(nn.Module):
         """Put `tensor`, of the local shape, in the place of the named parameter or buffer."""
         path, _, leaf = name.rpartition(".")
         setattr(self.get_submodule(path), leaf, tensor)
+        self._remember(name, tensor)
+
+    def _remember(self, name: str, tensor: Tensor) -> None:
+        """Enter `tensor` as the named one, and have a parameter know what it is a shard of."""
         owners.remember(tensor, self, name)
+        sharding = self.sharding_of(name)
+        is_plain = type(tensor) in (nn.Parameter, ShardedParameter)
+        if sharding is not None and self.group.size > 1 and is_plain:
+            known_as_shard(cast(nn.Parameter, tensor), sharding)
 
     def _register(self, name: str, tensor: Tensor | None, is_buffer: bool) -> None:
         *path, leaf = name.split(".")
@@ -79,8 +98,12 @@ class LocalState(nn.Module):
 
     def _remember_tensors(self) -> None:
         optimizer_checks.watch_steps(self.group)
-        for name in self._specs:
-            owners.remember(self.tensor_of(name), self, name)
+        for name in list(self._specs):
+            tensor: Tensor | None = self.tensor_of(name)
+            if tensor is None:  # taken away: `layer.out_proj.bias = None`
+                del self._specs[name]
+            else:
+                self._remember(name, tensor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer; torch may make new parameters for it."""
@@ -100,19 +123,40 @@ class LocalState(nn.Module):
         Whole parameters are rank 0's on every rank, whatever the ranks' seeds.
         """
         for name, spec in self._specs.items():
-            tensor = self.tensor_of(name)
+            tensor = self.tensor_of(name).detach()
             if tensor.is_meta:
                 continue
             # A number is filled as a tensor of one element.
             spec.init.fill(tensor if spec.shape else tensor.view(1), self._part(spec))
             if spec.ranges is None and spec.init.is_random:
-                tensor.copy_(collectives.broadcast(tensor.detach(), self.group))
+                tensor.copy_(collectives.broadcast(tensor, self.group))
 
     def _part(self, spec: ParameterSpec) -> Part:
         if spec.ranges is None:
             shape = spec.shape or (1,)
             return Part(shape, 0, ((0, shape[0]),))
         return Part(spec.shape, spec.sharded_dim, spec.ranges.per_rank[self.group.rank])
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save the local tensors, and whose they are in the state's metadata.
+
+        For `torch.distributed.checkpoint` they are DTensors, which say so themselves: those
+        that are parameters become it where torch detaches them.
+        """
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.group.size == 1:
+            return
+        form = wanted_form()
+        if form == "local" or keep_vars:
+            note_shards(self, destination, prefix)
+            return
+        for name in self._specs:
+            sharding, key = self.sharding_of(name), prefix + name
+            is_known = isinstance(self.tensor_of(name), ShardedParameter)
+            if sharding is not None and key in destination and not is_known:
+                destination[key] = in_form(destination[key], sharding, form)
 
     def _load_from_state_dict(
         self,
@@ -124,6 +168,8 @@ class LocalState(nn.Module):
     ) -> None:
         """Take whole or local tensors, or DTensors: the shape says which."""
         assigns = local_metadata.get("assign_to_params_buffers", False)
+        if self.group.size > 1:
+            expect_own_shards(self, state_dict, prefix, local_metadata)
         for name in self._specs:
             key = prefix + name
             if key in state_dict:
@@ -138,7 +184,7 @@ class LocalState(nn.Module):
         old = self.tensor_of(name)
         if isinstance(old, nn.Parameter) and not isinstance(own, nn.Parameter):
             own = nn.Parameter(own, requires_grad=old.requires_grad)
-        owners.remember(own, self, name)
+        self._remember(name, own)
         return own
 
     def own_state(self, key: str, name: str, value: Tensor) -> Tensor:
@@ -148,13 +194,13 @@ class LocalState(nn.Module):
             key: The tensor's key in its state dict, for the error.
             name: The parameter's or buffer's dotted name in this layer.
             value: A tensor of the whole shape or the local one, or a whole-shaped DTensor,
-                `torchshard.checkpoint.sharded_state_dict`'s included.
+                `torchshard.sharded_state_dict`'s included.
 
         Raises:
             StateError: If `value` has neither shape.
         """
         own_shape, spec = self.own_shape(name), self._specs[name]
-        value = _without_dtensor(value, spec, own_shape)
+        value = without_dtensor(value, spec.sharded_dim, own_shape)
         if value.shape == own_shape:
             return value
         if spec.ranges is None or value.shape != spec.shape:
@@ -173,22 +219,3 @@ class LocalState(nn.Module):
             own = tuple(self.tensor_of(name).shape)
             parts.append(f"{name}={own} of {spec.shape}")
         return ", ".join(parts)
-
-
-def _without_dtensor(
-    value: Tensor, spec: ParameterSpec, own_shape: tuple[int, ...]
-) -> Tensor:
-    """Return a DTensor as a plain tensor: whole, or the shard if it is a list of chunks."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-
-    if not isinstance(value, DTensor):
-        return value
-    with torch.no_grad():
-        local = value.to_local()
-    if isinstance(local, LocalShardsWrapper) and isinstance(spec.layout, Shard):
-        chunks = local.local_shards()
-        if not chunks:
-            return torch.empty(own_shape, dtype=value.dtype, device=value.device)
-        return torch.cat(chunks, spec.layout.dim)
-    return value.full_tensor()

@@ -15,7 +15,8 @@ from torchshard.layer.base import ParallelLayer
 from torchshard.layer.declaration import ParameterSpec
 from torchshard.layout import Axis, Shard, Whole
 from torchshard.splits import Dim
-from torchshard.tensor import Sharding, mark
+from torchshard.tensor import mark
+from torchshard.tensor.sharded import is_in_backward
 
 
 class MarkedLayer(ParallelLayer):
@@ -59,12 +60,12 @@ class MarkedLayer(ParallelLayer):
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
         # In backward, it is a checkpoint that runs the forward's code again.
-        if not (self.__dict__.get("_marks") or _is_in_backward()):
+        if not (self.__dict__.get("_marks") or is_in_backward()):
             return value
         spec = self.__dict__["_specs"].get(name)
-        if spec is None or spec.ranges is None or value is None:
+        sharding = None if spec is None else self.sharding_of(name)
+        if sharding is None or value is None:
             return value
-        sharding = Sharding(spec.sharded_dim, spec.ranges, self.group)
         shared = self.shared(name) if spec.grad == "overlapping" else value
         return mark(shared.view_as(shared), sharding)
 
@@ -148,7 +149,3 @@ class MarkedLayer(ParallelLayer):
     @abstractmethod
     def dense_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output as the dense layer does."""
-
-
-def _is_in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -136,10 +136,10 @@ class Passage:
                     moved[name] = moved[earlier]
                     break
             else:
-                moved[name] = self._entered(x, place, gather_batch)
+                moved[name] = self._entered(name, x, place, gather_batch)
         return moved
 
-    def _entered(self, x: Any, place: Place, gather_batch: bool) -> Any:
+    def _entered(self, name: str, x: Any, place: Place, gather_batch: bool) -> Any:
         if not isinstance(x, Tensor):
             return x
         if gather_batch and not isinstance(x, ShardedTensor):
@@ -156,7 +156,9 @@ class Passage:
             return ops.scatter(x, dim, ranges=place.ranges, group=self.group)
         if isinstance(x, ShardedTensor):
             return whole(x, "shards" if self.is_spread else "whole")
-        return ops.copy(x, self.group) if self.is_spread and x.requires_grad else x
+        if not self.is_spread:
+            return x
+        return ops.enter(f"{name} of {self.kind}", x, self.group)
 
     def _expect_fit(self, name: str, x: Tensor, place: Place) -> None:
         self._expect_size(name, x, place)

@@ -125,8 +125,7 @@ def parallel_linear_cross_entropy(
     """
     group = resolve_group(group)
     ranges = ranges or class_ranges(linear_weight, group)
-    if input.requires_grad:
-        input = ops.copy(input, group)
+    input = ops.enter("input", input, group)
     ignore_index = -100 if ignore_index is None else ignore_index
     loss, lse = linear_cross_entropy_of_shard(
         input,

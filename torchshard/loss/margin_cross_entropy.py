@@ -88,8 +88,7 @@ def parallel_margin_cross_entropy(
     """
     group = resolve_group(group)
     ranges = ranges or class_ranges(centres, group)
-    if input.requires_grad:
-        input = ops.copy(input, group)
+    input = ops.enter("input", input, group)
     return margin_cross_entropy_of_shard(
         input,
         centres,

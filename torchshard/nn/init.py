@@ -1,8 +1,14 @@
-"""Mirror of torch.nn.init: set shards to what an initialiser gives on the whole tensor."""
+"""Mirror of torch.nn.init: set shards to what an initialiser gives on the whole tensor.
+
+Every function takes what torch's of the same name takes, a layer's parameter or any other
+tensor, and gives a shard its part of the whole tensor's values, bit for bit.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -12,7 +18,57 @@ from torchshard.distributed.groups import model_group
 from torchshard.errors import StateError
 from torchshard.owners import owner_of
 
-__all__ = ["shard_init_helper_"]
+calculate_gain = torch.nn.init.calculate_gain
+
+
+def _mirrored(init_method: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Return `init_method` for shards, whole parameters and tensors that no layer has."""
+
+    @wraps(init_method)
+    def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if owner_of(tensor) is None:
+            init_method(tensor, *args, **kwargs)
+            return tensor
+        named = inspect.signature(init_method).bind(tensor, *args, **kwargs).arguments
+        options = {key: value for key, value in named.items() if key != "tensor"}
+        return shard_init_helper_(init_method, tensor, **options)
+
+    return fill
+
+
+uniform_ = _mirrored(torch.nn.init.uniform_)
+normal_ = _mirrored(torch.nn.init.normal_)
+trunc_normal_ = _mirrored(torch.nn.init.trunc_normal_)
+constant_ = _mirrored(torch.nn.init.constant_)
+ones_ = _mirrored(torch.nn.init.ones_)
+zeros_ = _mirrored(torch.nn.init.zeros_)
+eye_ = _mirrored(torch.nn.init.eye_)
+dirac_ = _mirrored(torch.nn.init.dirac_)
+xavier_uniform_ = _mirrored(torch.nn.init.xavier_uniform_)
+xavier_normal_ = _mirrored(torch.nn.init.xavier_normal_)
+kaiming_uniform_ = _mirrored(torch.nn.init.kaiming_uniform_)
+kaiming_normal_ = _mirrored(torch.nn.init.kaiming_normal_)
+orthogonal_ = _mirrored(torch.nn.init.orthogonal_)
+sparse_ = _mirrored(torch.nn.init.sparse_)
+
+__all__ = [
+    "calculate_gain",
+    "constant_",
+    "dirac_",
+    "eye_",
+    "kaiming_normal_",
+    "kaiming_uniform_",
+    "normal_",
+    "ones_",
+    "orthogonal_",
+    "shard_init_helper_",
+    "sparse_",
+    "trunc_normal_",
+    "uniform_",
+    "xavier_normal_",
+    "xavier_uniform_",
+    "zeros_",
+]
 
 
 @torch.no_grad()

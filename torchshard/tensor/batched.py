@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torchshard.tensor.sharded import (
+    ShardedTensor,
     first_sharded,
-    local_call,
     mark,
     mixes,
     rule,
@@ -37,10 +39,30 @@ def _pool(
     num_dims = _POOLS[func.__name__]
     if x.sharding.dim >= x.dim() - num_dims:
         raise mixes(func.__name__, x.sharding, "pools over it")
-    result = local_call(func, args, kwargs)
+    result = _of_something(func, x, args, kwargs)
     if isinstance(result, Tensor):
         return mark(result, x.sharding)
     return tuple(mark(part, x.sharding) for part in result)
+
+
+def _of_something(
+    func: Callable[..., Any],
+    x: ShardedTensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call `func` on the shard, which torch refuses without channels: then on one of zeros."""
+    local, dim = x.to_local(), x.sharding.dim
+    is_empty = x.sharding.length == 0
+    if is_empty:
+        shape = list(local.shape)
+        shape[dim] = 1
+        local = torch.cat([local, local.new_zeros(shape)], dim)
+    args = tuple(local if value is x else value for value in args)
+    result = func(*args, **kwargs)
+    if not is_empty:
+        return result
+    return tree_map(lambda part: part.narrow(dim, 0, 0), result)
 
 
 @rule(["pad"])
@@ -52,4 +74,4 @@ def _pad(
     padding = args[1] if len(args) > 1 else kwargs["pad"]
     if x.sharding.dim >= x.dim() - len(padding) // 2:
         raise mixes("pad", x.sharding, "would lengthen it")
-    return mark(local_call(func, args, kwargs), x.sharding)
+    return mark(_of_something(func, x, args, kwargs), x.sharding)

@@ -11,19 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torchshard.distributed import ops
+from torchshard.distributed import collectives, ops
 from torchshard.distributed.random import shard_rng
 from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
+    bound,
     expect_first,
     first_sharded,
     local_call,
     mark,
     mixes,
     rule,
+    whole_shape,
 )
 
 _NAMES = """
@@ -56,9 +60,10 @@ _RANDOM = """
 
 
 @rule(_NAMES)
-def _elementwise(
+def pointwise(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    """Compute on the shards; the result is sharded as they are."""
     if func.__name__ == "where" and len(args) + len(kwargs) == 1:
         raise mixes("where", args[0].sharding, "of a condition alone has no rule")
     sharding, values, named = _aligned_all(func.__name__, args, kwargs)
@@ -66,12 +71,23 @@ def _elementwise(
 
 
 @rule(_IN_PLACE)
-def _in_place(
+def in_place(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Write into the shard; a plain tensor cannot take the values of a shard."""
     expect_first(func.__name__, args[0], [*args, *kwargs.values()])
-    return _elementwise(func, args, kwargs)
+    return pointwise(func, args, kwargs)
+
+
+@rule(["equal", "allclose"])
+def _compare(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Return whether the tensors are equal on all ranks, the same answer on each."""
+    sharding, values, named = _aligned_all(func.__name__, args, kwargs)
+    x = first_sharded([*args, *kwargs.values()])
+    differ = torch.tensor(not local_call(func, values, named), device=x.device)
+    return not collectives.all_reduce(differ.int(), sharding.group, "max")
 
 
 @rule(["to", "type_as"])
@@ -94,9 +110,33 @@ def _random(
     x = args[0]
     expect_first(func.__name__, x, [*args, *kwargs.values()])
     if not kwargs.get("training", True):
-        return _elementwise(func, args, kwargs)
+        return pointwise(func, args, kwargs)
+    if torch.compiler.is_compiling():
+        return _compiled_noise(func, args, kwargs)
     with shard_rng(x.sharding.group, x.device):
-        return _elementwise(func, args, kwargs)
+        return pointwise(func, args, kwargs)
+
+
+def _compiled_noise(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Take this rank's part of the noise of the whole.
+
+    The random stream of a compiled graph is the same on all ranks, and no code can change it.
+    """
+    name, (x, *rest) = func.__name__, args
+    sharding, local, shape = x.sharding, x.to_local(), whole_shape(x)
+    place = (sharding.dim, sharding.ranges, sharding.group)
+    if name in ("rand_like", "randn_like"):
+        noise = func(local.new_empty(shape), *rest, **kwargs)
+        return mark(collectives.own_shard(noise, *place), sharding)
+    if name != "dropout":
+        raise mixes(name, sharding, "has no rule in a compiled graph")
+    p, training, inplace = bound(rest, kwargs, p=0.5, training=True, inplace=False)
+    if not training:
+        return cast(Tensor, x)
+    factors = collectives.own_shard(F.dropout(local.new_ones(shape), p), *place)
+    return mark(local.mul_(factors) if inplace else local * factors, sharding)
 
 
 def _marked(result: Any, sharding: Sharding) -> Any:
@@ -129,7 +169,7 @@ def aligned(name: str, value: Any, sharding: Sharding) -> Any:
     if isinstance(value, ShardedTensor):
         return _same_split(name, value, sharding)
     if value.dim() < -sharding.dim or value.shape[sharding.dim] == 1:
-        return ops.copy(value, sharding.group) if value.requires_grad else value
+        return ops.enter(f"a tensor beside a shard in {name}", value, sharding.group)
     if value.shape[sharding.dim] == sharding.ranges.size:
         return ops.scatter(
             value, sharding.dim, ranges=sharding.ranges, group=sharding.group

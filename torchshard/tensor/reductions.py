@@ -118,6 +118,34 @@ def _norm(
     return _squeezed(_root(powers, order), dims, keepdim).to(dtype)
 
 
+@rule(["_foreach_norm"])
+def _norms(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    order = kwargs.get("ord", args[1] if len(args) > 1 else 2)
+    return tuple(torch.linalg.vector_norm(x, order) for x in args[0])
+
+
+@rule(["_foreach_mul_"])
+def _scale(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Scale by a number, as torch's clipping does."""
+    return local_call(func, args, kwargs)
+
+
+@rule(["_amp_foreach_non_finite_check_and_unscale_"])
+def _unscale(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Unscale the shards; what is infinite on one rank is found on all: one all-reduce."""
+    grads, found = args[:2]
+    local_call(func, args, kwargs)
+    groups = {x.sharding.group for x in grads if isinstance(x, ShardedTensor)}
+    for group in groups:
+        found.copy_(collectives.all_reduce(found, group, "max"))
+
+
 @rule(["normalize"])
 def _normalize(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -9,17 +9,21 @@ which `torch.f`, `Tensor.f` and `F.f` share.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.layout import Ranges
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Sharding:
 # traced, an operation on the marked tensor inside a rule would see the shard alone.
 Rule: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[str, Rule] = {}
+ANSWERS_FIRST: set[type] = set()
+"""Classes that turn themselves into a `ShardedTensor` before its rules are asked."""
 
 
 def rule(names: Iterable[str]) -> Callable[[Rule], Rule]:
@@ -141,9 +147,11 @@ class ShardedTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if isinstance(func, torch._ops.OpOverload):
-            return _compiled_call(func, args, kwargs or {})
-        if _compiler_looks():
+            return compiled_call(func, args, kwargs or {})
+        if compiler_looks():
             return local_call(func, args, kwargs or {})
+        if any(kind in ANSWERS_FIRST for kind in types):
+            return NotImplemented
         name = func.__name__
         args, named = _torch_names(args, kwargs or {})
         function = RULES.get(name)
@@ -163,26 +171,69 @@ class ShardedTensor(torch.Tensor):
         )
 
 
-def _compiled_call(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+def uncompiled(marked: type[Tensor]) -> None:
+    """Keep torch.compile from making a graph of the class' own dispatch, behind a graph break.
+
+    Inside a graph it is traced as any function is. As a frame of its own, it would be entered
+    again by what its compiled form reads of its arguments (torch 2.13).
+    """
+    code = marked.__torch_function__.__func__.__code__  # type: ignore[attr-defined]
+    frames: Any = torch._C._dynamo.eval_frame
+    if "skip_code" in dir(frames):  # before torch 2.8
+        frames.skip_code(code)
+        return
+    skip = frames._FrameAction.SKIP  # this frame, and what it calls
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+
+
+uncompiled(ShardedTensor)
+
+
+def compiled_call(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run an operation of a compiled graph, which was traced on the shards themselves.
 
     On plain tensors: on a graph's first run torch 2.13 has a check that knows no subclass.
+
+    Raises:
+        ShardedOpError: If no graph calls it: an operator of torch.library has no rule.
     """
+    if not torch.compiler.is_compiling() and not _is_called_by_a_graph():
+        given = tree_leaves((args, kwargs))
+        sharding = next(x.sharding for x in given if _knows_its_place(x))
+        raise mixes(
+            str(func), sharding, "is an operator of torch.library, without a rule"
+        )
+    return func(*tree_map(_local, args), **tree_map(_local, kwargs))
 
-    def plain(value: Any) -> Any:
-        return value.to_local() if isinstance(value, ShardedTensor) else value
 
-    return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+_OPERATOR_MODULES = frozenset(["torch._ops", "torch._library.custom_ops", __name__])
 
 
-def _compiler_looks() -> bool:
+def _is_called_by_a_graph() -> bool:
+    """Return whether compiled code, or torch itself, called the running operator."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name not in _OPERATOR_MODULES and not name.endswith(".tensor.parameter"):
+            is_graph = frame.f_code.co_filename.startswith("<eval_with_key>")
+            return is_graph or name.split(".")[0] in ("torch", "torchshard", "")
+        frame = frame.f_back
+    return False
+
+
+def compiler_looks() -> bool:
     """Return whether torch.compile itself asks, to describe the storage of a graph's input.
 
     False inside the graph, where user code asks: there `is_dynamo_compiling` is True.
     """
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread runs a backward, and with it a checkpoint's forward."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def mark(x: Tensor, sharding: Sharding) -> Tensor:
@@ -301,27 +352,28 @@ def _attribute(
 ) -> Any:
     """`x.shape` is the whole's; `x.T` and its kin are views; other attributes the shard's."""
     (x,) = cast(tuple[ShardedTensor], args)
-    if func == _getter("shape"):
+    if func == getter("shape"):
         return whole_shape(x)
-    if func == _getter("T"):
+    if func == getter("T"):
         return RULES["t"](func, args, kwargs)
-    if func == _getter("mT"):
+    if func == getter("mT"):
         return RULES["transpose"](func, (x, -2, -1), {})
     if func in _COMPLEX:
         raise mixes("a complex view", x.sharding, "has no rule for sharded tensors")
     result = local_call(func, args, kwargs)
-    if isinstance(result, Tensor) and func in _ALIKE:
+    # Inside backward a checkpoint hands `x.grad` on to autograd, which knows no marks.
+    if isinstance(result, Tensor) and func in _ALIKE and not is_in_backward():
         return mark(result, x.sharding)
     return result
 
 
-def _getter(name: str) -> Any:
+def getter(name: str) -> Any:
     """Return the function that `__torch_function__` is given for the attribute `name`."""
     return getattr(torch.Tensor, name).__get__
 
 
-_COMPLEX = [_getter("H"), _getter("mH"), _getter("real"), _getter("imag")]
-_ALIKE = [_getter("data"), _getter("grad")]
+_COMPLEX = [getter("H"), getter("mH"), getter("real"), getter("imag")]
+_ALIKE = [getter("data"), getter("grad")]
 
 
 @rule(["size"])
@@ -369,7 +421,7 @@ def _numel(
     return whole_shape(args[0]).numel()
 
 
-_PLAIN = """
+PLAIN = """
     dim ndimension stride storage_offset is_contiguous is_floating_point is_complex
     is_signed element_size data_ptr untyped_storage get_device __hash__ __delete__
     requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook is_pinned
@@ -377,7 +429,7 @@ _PLAIN = """
     """.split()
 
 
-@rule(_PLAIN)
+@rule(PLAIN)
 def _plain(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -396,32 +448,58 @@ def _set_attribute(
 
 
 @rule(["backward", "grad"])
-def _backward(
+def run_backward(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`x.backward`, `torch.autograd.backward` and `torch.autograd.grad`.
 
-    Gradients that are given may be those of the whole tensors or of this rank's shards.
+    Gradients that are given may be those of the whole tensors or of this rank's shards. What
+    runs inside, a checkpoint's forward among it, finds the rules as forward did: backward
+    starts at plain aliases of the outputs and ends at the graph's edges to the inputs.
     """
-    outputs = args[0]
-    if func is torch.Tensor.backward:
-        args = (
-            outputs,
-            *(_own_gradients(outputs, value) for value in args[1:2]),
-            *args[2:],
-        )
+    outputs, *rest = args
+    if rest and func is torch.Tensor.backward:
+        rest[0] = _own_gradients(outputs, rest[0])
     for name in ("gradient", "grad_tensors", "grad_outputs"):
         if name in kwargs:
             kwargs = {**kwargs, name: _own_gradients(outputs, kwargs[name])}
-    grads = local_call(func, args, kwargs)
+    inputs = rest[0] if func is torch.autograd.grad else kwargs.get("inputs")
+    if inputs is not None:
+        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        edges = [_edge(x) for x in inputs]
+        if func is torch.autograd.grad:
+            rest[0] = edges
+        else:
+            kwargs = {**kwargs, "inputs": edges}
+    with torch.enable_grad():  # also of a backward inside another
+        outputs = tree_map(_local, outputs)
+    grads = func(outputs, *rest, **kwargs)
     if grads is None:
         return None
-    pairs = zip(args[1], grads, strict=True)
+    pairs = zip(cast(list[Tensor], inputs), grads, strict=True)
     return tuple(grad if grad is None else _marked_like(grad, x) for x, grad in pairs)
 
 
+def _local(value: Any) -> Any:
+    return value.to_local() if _knows_its_place(value) else value
+
+
+def _knows_its_place(value: Any) -> bool:
+    """Return whether `value` is a marked tensor, or a parameter that is a shard."""
+    return isinstance(value, Tensor) and "sharding" in vars(value)
+
+
+def _edge(x: Any) -> Any:
+    """Return where gradients of a marked `x` arrive; anything else as it is."""
+    if not isinstance(x, Tensor) or type(x) in (Tensor, torch.nn.Parameter):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(x)
+
+
 def _marked_like(grad: Tensor, x: Tensor) -> Tensor:
-    return mark(grad, x.sharding) if isinstance(x, ShardedTensor) else grad
+    is_shard = isinstance(x, ShardedTensor) and not isinstance(grad, ShardedTensor)
+    return mark(grad, cast(ShardedTensor, x).sharding) if is_shard else grad
 
 
 def _own_gradients(outputs: Any, grads: Any) -> Any:
