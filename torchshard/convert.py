@@ -26,6 +26,7 @@ from torchshard.conversion_plan import (
     shown_name,
     why_not,
 )
+from torchshard.data_parallel import register_ddp_parameters_to_ignore
 from torchshard.distributed import collectives
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import LayoutError
@@ -146,7 +147,9 @@ def convert_layers(
             raise LayoutError(f"{shown_name(paths[0])}: {why_not(module, {})}")
         if type(module) is dense:
             found.layers.append(Conversion(module, layer_class, sharding, paths))
-    return _carried_out(model, found, resolve_group(group), gather_batch, {})
+    divided = _carried_out(model, found, resolve_group(group), gather_batch, {})
+    register_ddp_parameters_to_ignore(divided)  # as TorchShard 0.1.0 did
+    return divided
 
 
 def _carried_out(

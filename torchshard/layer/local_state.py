@@ -81,6 +81,8 @@ class LocalState(nn.Module):
         is_plain = type(tensor) in (nn.Parameter, ShardedParameter)
         if sharding is not None and self.group.size > 1 and is_plain:
             known_as_shard(cast(nn.Parameter, tensor), sharding)
+        elif type(tensor) is nn.Parameter:
+            tensor.parallel_dim = owners.split_code(self, name)  # type: ignore[attr-defined] # TorchShard 0.1.0's
 
     def _register(self, name: str, tensor: Tensor | None, is_buffer: bool) -> None:
         *path, leaf = name.split(".")

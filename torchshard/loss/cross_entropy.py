@@ -22,7 +22,14 @@ from torchshard.loss.criterion import (
 )
 from torchshard.loss.row_losses import RowLosses, RowOptions
 from torchshard.loss.rows import as_rows, wide
-from torchshard.tensor.sharded import ShardedTensor, Sharding, mixes, rule, whole_shape
+from torchshard.tensor.sharded import (
+    ShardedTensor,
+    Sharding,
+    mixes,
+    recalled,
+    rule,
+    whole_shape,
+)
 
 
 @overload
@@ -108,6 +115,7 @@ def parallel_cross_entropy(
         ShardedOpError: If another dim than the class dim is sharded, or if it is packed.
     """
     reduction = named_reduction(reduction, size_average, reduce)
+    input = recalled(input)
     ours = lse_square_scale or return_lse or inplace
     if not (
         ours or isinstance(input, ShardedTensor) or isinstance(target, ShardedTensor)

@@ -19,6 +19,7 @@ from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
     mark,
+    recalled,
     whole,
     whole_shape,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "mark",
     "norms",
     "products",
+    "recalled",
     "reductions",
     "shaping",
     "whole",

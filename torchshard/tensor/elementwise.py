@@ -26,6 +26,7 @@ from torchshard.tensor.sharded import (
     local_call,
     mark,
     mixes,
+    recalled,
     rule,
     whole_shape,
 )
@@ -174,6 +175,9 @@ def aligned(name: str, value: Any, sharding: Sharding) -> Any:
         return ops.scatter(
             value, sharding.dim, ranges=sharding.ranges, group=sharding.group
         )
+    known = recalled(value)
+    if known is not value:
+        return _same_split(name, known, sharding)
     raise ShapeError(
         f"{name}: a plain tensor of size {value.shape[sharding.dim]} in dim"
         f" {sharding.dim} meets a tensor of {sharding.ranges.size} indices spread over"

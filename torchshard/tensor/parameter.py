@@ -382,17 +382,14 @@ def _filled(
         with torch.no_grad():
             _Fill(func, rest, kwargs).fill(_plain(parameter), _part(parameter))
         return cast(Tensor, parameter)
-    return _of_the_whole(func, parameter, rest, kwargs)
+    return fill_as_whole(func, parameter, *rest, **kwargs)
 
 
 @torch.no_grad()
-def _of_the_whole(
-    func: Callable[..., Any],
-    parameter: ShardedParameter,
-    args: Iterable[Any],
-    kwargs: dict[str, Any],
+def fill_as_whole(
+    func: Callable[..., Any], parameter: ShardedParameter, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Set the shard to its part of a whole tensor that `func` fills, on the CPU."""
+    """Set the shard to its part of a whole tensor that `func` fills in place, on the CPU."""
     values = torch.empty(_part(parameter).shape, dtype=parameter.dtype)
     func(values, *args, **kwargs)
     sharding = parameter.sharding
@@ -408,7 +405,7 @@ def _initialised(
     kwargs = dict(kwargs)
     parameter = kwargs.pop("tensor") if "tensor" in kwargs else args[0]
     rest = args[1:] if "tensor" not in kwargs and not kwargs else ()
-    return _of_the_whole(func, parameter, rest, kwargs)
+    return fill_as_whole(func, parameter, *rest, **kwargs)
 
 
 def _computed(

@@ -245,6 +245,14 @@ def mark(x: Tensor, sharding: Sharding) -> Tensor:
     return shard
 
 
+def recalled(x: Any) -> Any:
+    """Return `x` marked if it is what `torchshard.distributed.scatter` cut along the last dim."""
+    if type(x) is not Tensor:
+        return x
+    place = ops.scattered_as(x)
+    return x if place is None else mark(x, Sharding(*place))
+
+
 def whole(x: Tensor, grad: ops.GatherGrad = "whole") -> Tensor:
     """Return the whole tensor that the shard `x` belongs to; a plain tensor as it is."""
     if not isinstance(x, ShardedTensor):
