@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from torchshard.layer.passage import Outputs, Passage
 from torchshard.layout import Axis, Layout, Shard, ranges_of
 from torchshard.splits import Dim, Splits, code_of, split_named
 from torchshard.tensor.parameter import inside
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ParallelLayer(LocalState, ABC):
@@ -256,6 +259,27 @@ class ParallelLayer(LocalState, ABC):
     def finish(self, output: Any) -> Any:
         """Return the layer's output from what the reduce gave: add a bias, divide a mean."""
         return output
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call `fn` on the layer's parts and on the layer, which then passes for a dense one.
+
+        `model.apply(init)` takes functions that ask `isinstance(module, nn.Linear)`. What they
+        do to a divided parameter is done to the whole.
+        """
+        for child in self.children():
+            child.apply(fn)
+        own_class = type(self)
+        if self.dense_class is None or issubclass(own_class, self.dense_class):
+            fn(self)
+            return self
+        passing = type(own_class.__name__, (own_class, self.dense_class), {})
+        self.__class__ = passing
+        try:
+            fn(self)
+        finally:
+            if type(self) is passing:
+                self.__class__ = own_class
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Move the inputs into their layouts, compute locally, and move the output out."""

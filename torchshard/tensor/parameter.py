@@ -34,6 +34,7 @@ from torchshard.initializer import Part, StreamInitializer
 from torchshard.optimizer_state import watch_state
 from torchshard.tensor import elementwise
 from torchshard.tensor.dtensors import in_form, wanted_form
+from torchshard.tensor.gradient import known_as_gradient
 from torchshard.tensor.sharded import (
     ANSWERS_FIRST,
     PLAIN,
@@ -322,6 +323,8 @@ def _attribute(
     is_dense = type(value) is Tensor and not value.is_sparse
     if func == _GRAD and is_dense and asker in _NORM_TAKERS:
         return mark(value.view_as(value), parameter.sharding)
+    if func == _GRAD and is_dense and not asker.startswith(_KEEPERS):
+        return known_as_gradient(value, parameter.sharding)
     if func == _DATA and not asker.startswith("torch"):
         return known_as_shard(nn.Parameter(value, False), parameter.sharding)
     return value
