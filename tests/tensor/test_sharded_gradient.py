@@ -1,5 +1,6 @@
 """A divided parameter's gradient in other code's hands: the shard, with the norm of the whole."""
 
+import copy
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torchshard as ts
 from sharded_cases import close, randoms
 from torch import nn
-from torchshard.errors import StateError
+from torchshard.errors import ShardedOpError, StateError
 from torchshard.testing import run_ranks
 
 
@@ -110,6 +111,31 @@ def other_uses():
 def test_everything_else_is_the_shards():
     """Shapes, steps by hand, zeroing, clamping, assignment."""
     run_ranks(other_uses, 3)
+
+
+def sparse_gradients():
+    for dim in (0, 1):
+        torch.manual_seed(1)
+        dense = nn.Embedding(8, 5, sparse=True)
+        model = copy.deepcopy(nn.Sequential(dense))
+        ts.convert_layers(model, ts.nn.ParallelEmbedding, dim=dim)
+        ids = torch.tensor([0, 7, 3, 3])
+        for module in (dense, model):
+            module(ids).square().sum().backward()
+        close(loop(model), loop(dense), dim, 1e-6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(ShardedOpError, match=r"Use torchshard.amp.GradScaler"):
+            scaler.unscale_(optimizer)
+        scaler = ts.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+
+
+def test_sparse_gradients_too():
+    """torch's scaler would look for infinities in them on each rank alone."""
+    run_ranks(sparse_gradients, 2)
 
 
 class Initialised(nn.Module):

@@ -24,7 +24,7 @@ from torchshard.tensor.sharded import (
 _NORMS = frozenset(["norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"])
 _SAME_ELEMENTS = frozenset(
     """
-    detach clone contiguous abs to type float double half bfloat16 cpu cuda
+    detach clone contiguous abs to type float double half bfloat16 cpu cuda coalesce
     """.split()
 )
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ uncompiled(ShardedGradient)
 
 def known_as_gradient(grad: Tensor, sharding: Sharding) -> Tensor:
     """Return the gradient of a parameter that is divided so; one to be differentiated as it is."""
-    if grad.requires_grad or grad.is_sparse:
+    if grad.requires_grad:
         return grad
     shard = torch.Tensor._make_subclass(ShardedGradient, grad, False)
     shard.sharding = sharding
@@ -77,6 +77,11 @@ def known_as_gradient(grad: Tensor, sharding: Sharding) -> Tensor:
 def _marked(value: Any) -> Any:
     if not isinstance(value, ShardedGradient):
         return value
+    sharding = value.sharding
     with torch._C.DisableTorchFunctionSubclass():
-        plain = value.as_subclass(Tensor)
-    return mark(plain, value.sharding)
+        if not value.is_sparse:
+            return mark(value.as_subclass(Tensor), sharding)
+        values = value.coalesce().values()
+    if sharding.dim:
+        return mark(values, sharding)
+    return ShardedTensor.from_local(values, 0, group=sharding.group)

@@ -320,14 +320,32 @@ def _attribute(
     if func not in (_GRAD, _DATA) or torch.compiler.is_compiling():
         return value
     asker = _asker()
-    is_dense = type(value) is Tensor and not value.is_sparse
-    if func == _GRAD and is_dense and asker in _NORM_TAKERS:
-        return mark(value.view_as(value), parameter.sharding)
-    if func == _GRAD and is_dense and not asker.startswith(_KEEPERS):
-        return known_as_gradient(value, parameter.sharding)
+    if func == _GRAD and type(value) is Tensor:
+        return _gradient_for(asker, value, parameter.sharding)
     if func == _DATA and not asker.startswith("torch"):
         return known_as_shard(nn.Parameter(value, False), parameter.sharding)
     return value
+
+
+def _gradient_for(asker: str, grad: Tensor, sharding: Sharding) -> Tensor:
+    """Return the gradient as the module that asks for it takes it.
+
+    Raises:
+        ShardedOpError: If torch's own gradient scaler asks for a sparse one, of which it would
+            look for infinities on this rank alone.
+    """
+    if asker in _NORM_TAKERS and not grad.is_sparse:
+        return mark(grad.view_as(grad), sharding)
+    if asker == "torch.amp.grad_scaler":
+        frame = _calling_frame()
+        scaler = None if frame is None else frame.f_locals.get("self")
+        if type(scaler).__module__.startswith("torch."):
+            raise ShardedOpError(
+                "torch.amp.GradScaler was given a parameter of which this rank holds a shard"
+                " and whose gradient is sparse: an overflow in it would skip the step on"
+                " this rank alone. Use torchshard.amp.GradScaler, with the same arguments."
+            )
+    return grad if asker.startswith(_KEEPERS) else known_as_gradient(grad, sharding)
 
 
 def _set_attribute(
