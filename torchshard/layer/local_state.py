@@ -20,6 +20,7 @@ from torchshard.layer.declaration import ParameterSpec
 from torchshard.layout import Ranges
 from torchshard.shard_notes import expect_own_shards, note_shards
 from torchshard.tensor import Sharding
+from torchshard.tensor.compiler import take_marked_inputs
 from torchshard.tensor.dtensors import in_form, wanted_form, without_dtensor
 from torchshard.tensor.parameter import ShardedParameter, known_as_shard
 
@@ -100,6 +101,8 @@ class LocalState(nn.Module):
 
     def _remember_tensors(self) -> None:
         optimizer_checks.watch_steps(self.group)
+        if self.group.size > 1:
+            take_marked_inputs()
         for name in list(self._specs):
             tensor: Tensor | None = self.tensor_of(name)
             if tensor is None:  # taken away: `layer.out_proj.bias = None`

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchshard.distributed import collectives, ops
 from torchshard.distributed.random import shard_rng
 from torchshard.errors import ShapeError, ShardedOpError
+from torchshard.tensor.compiler import seen_in_graphs
 from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
@@ -58,6 +59,13 @@ _IN_PLACE = """
 _RANDOM = """
     dropout alpha_dropout rrelu rand_like randn_like bernoulli bernoulli_ uniform_ normal_
     """.split()
+
+
+_PLACES = (torch, F)
+seen_in_graphs([torch.rand_like, torch.randn_like, torch.randint_like])
+seen_in_graphs(
+    vars(place)[name] for place in _PLACES for name in _IN_PLACE if name in vars(place)
+)
 
 
 @rule(_NAMES)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torchshard.tensor.compiler import uncompiled
 from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
     local_call,
     mark,
-    uncompiled,
 )
 
 _NORMS = frozenset(["norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"])

@@ -33,6 +33,7 @@ from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.initializer import Part, StreamInitializer
 from torchshard.optimizer_state import watch_state
 from torchshard.tensor import elementwise
+from torchshard.tensor.compiler import compiler_looks, uncompiled
 from torchshard.tensor.dtensors import in_form, wanted_form
 from torchshard.tensor.gradient import known_as_gradient
 from torchshard.tensor.sharded import (
@@ -42,13 +43,11 @@ from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
     compiled_call,
-    compiler_looks,
     getter,
     is_in_backward,
     local_call,
     mark,
     run_backward,
-    uncompiled,
     whole,
 )
 
@@ -118,7 +117,10 @@ _WHOLE_ONLY = frozenset(
 class _Inside(threading.local):
     """How many layers' forwards this thread is inside of."""
 
-    depth = 0
+    def __init__(self) -> None:
+        self.depth = (
+            0  # of each thread's own: a compiled graph's guards look for it there
+        )
 
 
 inside = _Inside()

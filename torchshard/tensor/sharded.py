@@ -21,6 +21,7 @@ from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.layout import Ranges
+from torchshard.tensor.compiler import compiler_looks, take_marked_inputs, uncompiled
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -115,6 +116,7 @@ class ShardedTensor(torch.Tensor):
         group = resolve_group(group)
         if group.size == 1:
             return x
+        take_marked_inputs()
         ranges = ranges or ops.exchanged_ranges(x, dim, group)
         sharding = Sharding(dim % x.dim(), ranges, group)
         if x.shape[dim] != sharding.length:
@@ -171,21 +173,6 @@ class ShardedTensor(torch.Tensor):
         )
 
 
-def uncompiled(marked: type[Tensor]) -> None:
-    """Keep torch.compile from making a graph of the class' own dispatch, behind a graph break.
-
-    Inside a graph it is traced as any function is. As a frame of its own, it would be entered
-    again by what its compiled form reads of its arguments (torch 2.13).
-    """
-    code = marked.__torch_function__.__func__.__code__  # type: ignore[attr-defined]
-    frames: Any = torch._C._dynamo.eval_frame
-    if "skip_code" in dir(frames):  # before torch 2.8
-        frames.skip_code(code)
-        return
-    skip = frames._FrameAction.SKIP  # this frame, and what it calls
-    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
-
-
 uncompiled(ShardedTensor)
 
 
@@ -221,14 +208,6 @@ def _is_called_by_a_graph() -> bool:
             return is_graph or name.split(".")[0] in ("torch", "torchshard", "")
         frame = frame.f_back
     return False
-
-
-def compiler_looks() -> bool:
-    """Return whether torch.compile itself asks, to describe the storage of a graph's input.
-
-    False inside the graph, where user code asks: there `is_dynamo_compiling` is True.
-    """
-    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def is_in_backward() -> bool:
