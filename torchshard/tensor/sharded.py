@@ -199,12 +199,17 @@ _OPERATOR_MODULES = frozenset(["torch._ops", "torch._library.custom_ops", __name
 
 
 def _is_called_by_a_graph() -> bool:
-    """Return whether compiled code, or torch itself, called the running operator."""
+    """Return whether compiled code, torch itself or a dispatch mode called the operator.
+
+    A mode, which counts or logs, hands on what it was given.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name not in _OPERATOR_MODULES and not name.endswith(".tensor.parameter"):
-            is_graph = frame.f_code.co_filename.startswith("<eval_with_key>")
+            code = frame.f_code
+            is_graph = code.co_filename.startswith("<eval_with_key>")
+            is_graph |= code.co_name == "__torch_dispatch__"
             return is_graph or name.split(".")[0] in ("torch", "torchshard", "")
         frame = frame.f_back
     return False
