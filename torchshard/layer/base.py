@@ -26,6 +26,7 @@ from torchshard.errors import GroupError, LayoutError
 from torchshard.layer.declaration import ParameterSpec
 from torchshard.layer.local_state import LocalState
 from torchshard.layer.passage import Outputs, Passage
+from torchshard.layer.sameness import expect_same_forward
 from torchshard.layout import Axis, Layout, Shard, ranges_of
 from torchshard.splits import Dim, Splits, code_of, split_named
 from torchshard.tensor.parameter import inside
@@ -270,6 +271,7 @@ class ParallelLayer(LocalState, ABC):
         data_parallel.expect_ignored_shards(self)
         inside.depth += 1  # what is read of the parameters here are shards
         try:
+            expect_same_forward(self, args, kwargs)
             args, kwargs = passage.enter(args, kwargs, self.gather_batch)
             return self.finish(passage.leave(self._computed(*args, **kwargs)))
         finally:

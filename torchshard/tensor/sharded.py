@@ -21,6 +21,7 @@ from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.layout import Ranges
+from torchshard.tensor.sameness import expect_same_operands
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -160,6 +161,7 @@ class ShardedTensor(torch.Tensor):
         if named.pop("out", None) is not None:
             sharding = first_sharded([*args, *named.values()]).sharding
             raise mixes(name, sharding, "has no rule for out=")
+        expect_same_operands(func, args, named)
         return function(func, args, named)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
