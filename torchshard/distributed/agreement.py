@@ -40,7 +40,7 @@ def expect_whole(name: str, x: Tensor, group: ShardGroup) -> None:
         GroupError: On every rank, if the values of one of them differ from rank 0's.
     """
     if is_debugging(group):
-        expect_alike(f"{name}{where_it_runs()}", {"its argument": x}, group)
+        expect_alike(f"{name}{where_it_runs()}", {"x": x}, group)
 
 
 def expect_alike(

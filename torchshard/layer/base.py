@@ -250,6 +250,14 @@ class ParallelLayer(LocalState, ABC):
             return ops.copy(tensor, self.group)
         return ops.sum_over_holders(tensor, spec.sharded_dim, spec.ranges, self.group)
 
+    def takes_own_samples(self, name: str) -> bool:
+        """Return whether the argument `name` holds each rank's own samples, along dim 0.
+
+        TORCHSHARD_DEBUG=1 then lets the ranks differ in it. A layer that pools or exchanges an
+        argument itself extends this.
+        """
+        return self.gather_batch
+
     @abstractmethod
     def local_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute this rank's output from inputs in the declared layouts."""

@@ -20,6 +20,7 @@ from torchshard.distributed.agreement import (
     is_debugging,
 )
 from torchshard.distributed.running import named, running_modules
+from torchshard.layer.local_state import LocalState
 from torchshard.tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def expect_same_forward(
     pooled = [
         name
         for name, x in given.items()
-        if layer.gather_batch and not isinstance(x, ShardedTensor)
+        if layer.takes_own_samples(name) and not isinstance(x, ShardedTensor)
     ]
     expect_alike(what, {**given, **_own_facts(layer)}, layer.group, pooled=pooled)
     if any(from_all_ranks(root not in _compared_models, layer.group)):
@@ -58,8 +59,10 @@ def expect_same_forward(
 def _named_arguments(
     layer: ParallelLayer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    parameters = inspect.signature(layer.local_forward).parameters
-    names = [*parameters, *(f"argument {i}" for i in range(len(parameters), len(args)))]
+    known = "dense_forward" if "dense_forward" in dir(layer) else "local_forward"
+    parameters = inspect.signature(getattr(layer, known)).parameters.values()
+    names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    names += [f"argument {i}" for i in range(len(names), len(args))]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -96,10 +99,13 @@ def _structure(root: nn.Module) -> dict[str, str]:
 
 def _in_words(module: nn.Module) -> str:
     words = [type(module).__qualname__]
+    specs = module.specs if isinstance(module, LocalState) else {}
     for name, parameter in module._parameters.items():
         if parameter is not None:
             frozen = "" if parameter.requires_grad else ", frozen"
-            words.append(f"{name} {_whole_shape(parameter)}, {parameter.dtype}{frozen}")
+            spec = specs.get(name)
+            shape = _whole_shape(parameter) if spec is None else spec.shape
+            words.append(f"{name} {shape}, {parameter.dtype}{frozen}")
     return "; ".join(words)
 
 

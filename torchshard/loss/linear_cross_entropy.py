@@ -130,7 +130,7 @@ def parallel_linear_cross_entropy(
     criterion = Criterion(ignore_index, reduction, label_smoothing, lse_square_scale)
     given = {"input": input, "target": target, "weight": weight, "options": criterion}
     expect_alike("parallel_linear_cross_entropy", given, group)
-    input = ops.enter("input", input, group)
+    input = ops.enter(input, group)
     loss, lse = linear_cross_entropy_of_shard(
         input,
         linear_weight,

@@ -92,7 +92,7 @@ def parallel_margin_cross_entropy(
     criterion = Criterion(ignore_index, reduction)
     given = {"input": input, "target": target, "options": (criterion, sample_rate)}
     expect_alike("parallel_margin_cross_entropy", given, group)
-    input = ops.enter("input", input, group)
+    input = ops.enter(input, group)
     return margin_cross_entropy_of_shard(
         input,
         centres,
