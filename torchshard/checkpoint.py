@@ -15,6 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torchshard import layout
 from torchshard.distributed.groups import ShardGroup
+from torchshard.errors import StateError
+from torchshard.layer.local_state import is_dtensor
 from torchshard.layout import Ranges
 from torchshard.state import sharded_entries
 
@@ -36,7 +38,17 @@ def sharded_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
     meshes: dict[ShardGroup, DeviceMesh] = {}
     for key, layer, name in sharded_entries(model, prefix):
         group = layer.group
+        if key not in state:
+            raise StateError(
+                f"{key} is not in the model's state_dict: {type(layer).__name__} holds {name!r}"
+                " as a plain attribute. Expected a parameter: put nn.Parameter(x) in its place."
+            )
         if group.size > 1:
+            if is_dtensor(state[key]):
+                raise StateError(
+                    f"{key} is a DTensor: fully_shard has cut this rank's shard once more, which"
+                    " no list of chunks describes. Save torchshard.collect_state_dict(model)."
+                )
             if group not in meshes:
                 meshes[group] = _mesh(group, state[key])
             mesh = meshes[group]

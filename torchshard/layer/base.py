@@ -181,10 +181,13 @@ class ParallelLayer(LocalState, ABC):
 
         Raises:
             LayoutError: If a layer on several ranks is given one that it has not declared.
+            ShapeError: If it is not of this rank's shape.
         """
         is_new = param is not None and name not in self._parameters.keys() | self._specs
         if self.group.size > 1 and self._passage is not None and is_new:
             raise _undeclared(type(self).__name__, name)
+        if param is not None and name in self._specs:
+            self._expect_own_size(name, param)
         super().register_parameter(name, param)
         if param is None:
             self._specs.pop(name, None)  # `layer.bias = None`
@@ -245,7 +248,8 @@ class ParallelLayer(LocalState, ABC):
         `local_forward`, and shards of overlapping axes, are read through this; shards that
         one rank holds are read as attributes.
         """
-        tensor, spec = self.tensor_of(name), self._specs[name]
+        spec = self._spec_of(name)
+        tensor = self.tensor_of(name)
         if spec.ranges is None:
             return ops.copy(tensor, self.group)
         return ops.sum_over_holders(tensor, spec.sharded_dim, spec.ranges, self.group)
@@ -276,6 +280,8 @@ class ParallelLayer(LocalState, ABC):
             )
         self._expect_group()
         self._expect_plain_shards()
+        if not torch.compiler.is_compiling():
+            self.expect_held()
         data_parallel.expect_ignored_shards(self)
         inside.depth += 1  # what is read of the parameters here are shards
         try:

@@ -303,8 +303,17 @@ def _attribute(
 ) -> Any:
     """Attributes are the shard's, but for who takes norms of gradients or counts fans."""
     (parameter,) = args
-    if func == _SHAPE and _asker() == _INIT:
-        return _by_rule(func, (marked(parameter),), {})
+    if func == _SHAPE:
+        asker = _asker()
+        if asker == _INIT:
+            return _by_rule(func, (marked(parameter),), {})
+        if asker == "torch.nn.utils.parametrize":
+            raise ShardedOpError(
+                "torch.nn.utils.parametrize was given a parameter of which this rank holds a"
+                " shard; a parametrization would see that alone. Work it out of the whole in"
+                " the forward of a module around the layer, from weight.full(), or leave the"
+                " layer whole."
+            )
     if func in _VIEWS:
         return _by_rule(func, (marked(parameter),), {})
     value = local_call(func, args, kwargs)
