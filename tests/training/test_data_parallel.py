@@ -488,8 +488,9 @@ def collected_under_fully_shard():
     for key, want in dense.state_dict().items():
         assert type(state[key]) is torch.Tensor, key
         assert torch.equal(state[key], want), key
-    with pytest.raises(StateError, match="DTensor: fully_shard has cut"):
-        ts.sharded_state_dict(model)
+    if ts.distributed.get_world_size() > 1:
+        with pytest.raises(StateError, match="DTensor: fully_shard has cut"):
+            ts.sharded_state_dict(model)
     with pytest.raises(
         LayoutError, match="fully_shard has made the parameters DTensors"
     ):
