@@ -16,6 +16,7 @@ from torchshard.distributed import collectives
 from torchshard.distributed.agreement import expect_alike, is_debugging
 from torchshard.distributed.groups import ShardGroup
 from torchshard.distributed.running import where_it_runs
+from torchshard.distributed.transforms import expect_no_transform
 from torchshard.layout import Ranges
 
 
@@ -51,6 +52,7 @@ def _is_checked(name: str, place: tuple[Any, ...]) -> bool:
 
 def move(name: str, x: Tensor, *place: Any) -> Tensor:
     """Return `x` moved as the table says; `place` is what the move's functions take."""
+    expect_no_transform(f"A move between ranks ({name})", x)
     return cast(Tensor, _Move.apply(x, name, *place))
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchshard import data_parallel
 from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, resolve_group
+from torchshard.distributed.transforms import expect_no_transform
 from torchshard.errors import GroupError, LayoutError
 from torchshard.layer.declaration import ParameterSpec
 from torchshard.layer.local_state import LocalState
@@ -282,6 +283,8 @@ class ParallelLayer(LocalState, ABC):
         self._expect_plain_shards()
         if not torch.compiler.is_compiling():
             self.expect_held()
+            if self.group.size > 1:
+                expect_no_transform(type(self).__name__)
         data_parallel.expect_ignored_shards(self)
         inside.depth += 1  # what is read of the parameters here are shards
         try:
