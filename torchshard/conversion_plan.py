@@ -221,9 +221,9 @@ def why_not(module: nn.Module, classes: Mapping[type[nn.Module], LayerClass]) ->
     same = next((cls for cls in classes if cls.__name__ == name), None)
     if same is not None:
         name, _ = distinct_names(type(module), same)
+    known = sorted(distinct_names(cls, type(module))[0] for cls in classes)
     return (
-        f"{name} has no sharded class. Expected one of"
-        f" {', '.join(sorted(cls.__name__ for cls in classes))}, or a layer of your own in"
+        f"{name} has no sharded class. Expected one of {', '.join(known)}, or a layer of your own in"
         " layers=[...], with its dense_class set."
     )
 
@@ -232,7 +232,8 @@ def distinct_names(first: type, second: type) -> tuple[str, str]:
     """Return the names of two classes, in full where they share one."""
     if first.__name__ != second.__name__:
         return first.__name__, second.__name__
-    return tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in (first, second))  # type: ignore[return-value] # two
+    full = [f"{cls.__module__}.{cls.__qualname__}" for cls in (first, second)]
+    return full[0], full[1]
 
 
 def shown_name(path: str) -> str:
