@@ -821,7 +821,9 @@ def quantised():
     import torch.ao.nn.quantized.dynamic as quantized
 
     model = nn.Sequential(nn.Linear(4, 4), quantized.Linear(4, 4))
-    with pytest.raises(LayoutError, match=r"^1: torch\.ao\..*\.Linear has no sharded class\."):
+    with pytest.raises(
+        LayoutError, match=r"^1: torch\.ao\..*\.Linear has no sharded class\."
+    ):
         ts.parallelize(model, {"0": "column", "1": "column"})
     assert type(model[0]) is nn.Linear
     ts.nn.ParallelLinear.convert_parallel_linear(model, dim=1)

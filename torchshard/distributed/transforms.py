@@ -52,31 +52,41 @@ def _under_transform(what: str) -> ShardedOpError:
     )
 
 
-def expect_unwrapped(func_name: str) -> None:
-    """Check that `vmap` does not ask for the size of a shard, to wrap it.
+def expect_asked(name: str) -> None:
+    """Check that what calls the operation `name` on a shard, in its dispatch, can take one.
 
     Raises:
-        ShardedOpError: If it does.
+        ShardedOpError: If it is a transform, or a Function of a user's own.
     """
-    if func_name in ("dim", "size"):
+    if torch.compiler.is_compiling():
+        return
+    expect_no_transform(name)
+    if name in ("dim", "size"):  # vmap asks before it wraps
         asker: str = sys._getframe(2).f_globals.get("__name__", "")
         if asker.startswith("torch._functorch"):
             raise _under_transform("A tensor that is spread over ranks")
+    # Forward of a Function turns both modes off.
+    if not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
+        _expect_no_own_function(sys._getframe(2))
 
 
-def _refusing_shards(wrap: Any) -> Any:
-    def checked(value: Any, level: int) -> Any:
-        if is_marked(value):
-            raise _under_transform("A tensor that is spread over ranks")
-        return wrap(value, level)
-
-    return checked
+def _refusing(value: Any, level: int) -> Any:
+    if is_marked(value):
+        raise _under_transform("A tensor that is spread over ranks")
+    return _wrap(value, level)
 
 
-# torch 2.13 has no place where a transform asks its arguments.
-eager_transforms._wrap_tensor_for_grad = _refusing_shards(
-    eager_transforms._wrap_tensor_for_grad
-)
+def watch_transforms() -> None:
+    """Have `torch.func.grad` and its kin refuse shards; torch 2.13 has no hook for it."""
+    vars(eager_transforms)["_wrap_tensor_for_grad"] = _refusing
+
+
+def forget_transforms() -> None:
+    """Undo `watch_transforms`."""
+    vars(eager_transforms)["_wrap_tensor_for_grad"] = _wrap
+
+
+_wrap: Any = eager_transforms._wrap_tensor_for_grad
 
 
 def is_marked(value: Any) -> bool:
@@ -84,15 +94,8 @@ def is_marked(value: Any) -> bool:
     return isinstance(value, Tensor) and "sharding" in vars(value)
 
 
-def expect_no_own_function() -> None:
-    """Check that no `torch.autograd.Function` but torch's was given a shard to differentiate.
-
-    Raises:
-        ShardedOpError: If the caller runs in the forward of one.
-    """
-    if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
-        return  # forward of a Function turns both modes off
-    frame: FrameType | None = sys._getframe(2)
+def _expect_no_own_function(frame: FrameType | None) -> None:
+    """Check that no `torch.autograd.Function` but torch's was given a shard to differentiate."""
     while frame is not None:
         if frame.f_code is _APPLY:
             given = tree_leaves(frame.f_locals["args"])

@@ -30,9 +30,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_map
 from torchshard.distributed import collectives, ops
 from torchshard.distributed.transforms import (
-    expect_no_own_function,
-    expect_no_transform,
-    expect_unwrapped,
+    expect_asked,
 )
 from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.initializer import Part, StreamInitializer
@@ -179,10 +177,7 @@ class ShardedParameter(nn.Parameter):
         name = func.__name__
         if inside.depth or _runs_a_layer_again():
             return _inside_a_layer(func, types, args, kwargs)
-        if not torch.compiler.is_compiling():
-            expect_no_transform(name)
-            expect_unwrapped(name)
-            expect_no_own_function()
+        expect_asked(name)
         if name in _LOCAL:
             return _fact(func, args, kwargs)
         if name == "__get__":

@@ -35,7 +35,7 @@ def expect_same_operands(
         GroupError: On every rank, if not; it says what differs on which.
     """
     name = func.__name__
-    if not is_on() or name in _FREE:
+    if name in _FREE or not is_on():
         return
     leaves = tree_leaves((args, kwargs))
     shards = [x for x in leaves if isinstance(x, Tensor) and "sharding" in vars(x)]

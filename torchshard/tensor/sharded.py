@@ -20,9 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.distributed.transforms import (
-    expect_no_own_function,
-    expect_no_transform,
-    expect_unwrapped,
+    expect_asked,
     is_marked,
 )
 from torchshard.errors import ShapeError, ShardedOpError
@@ -160,10 +158,7 @@ class ShardedTensor(torch.Tensor):
         if any(kind in ANSWERS_FIRST for kind in types):
             return NotImplemented
         name = func.__name__
-        if not torch.compiler.is_compiling():
-            expect_no_transform(name)
-            expect_unwrapped(name)
-            expect_no_own_function()
+        expect_asked(name)
         args, named = _torch_names(args, kwargs or {})
         function = RULES.get(name)
         if function is None:
