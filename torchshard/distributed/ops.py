@@ -73,18 +73,14 @@ def copy(x: Tensor, group: GroupLike = None) -> Tensor:
     return move("copy", x, group)
 
 
-def enter(name: str, x: Tensor, group: ShardGroup) -> Tensor:
+def enter(x: Tensor, group: ShardGroup) -> Tensor:
     """Do what `copy` does for a tensor that may want no gradient, which is then as it is.
 
-    Args:
-        name: What the tensor is, for the error of TORCHSHARD_DEBUG=1.
-        x: A whole tensor.
-        group: The ranks that read it.
+    The caller's `agreement.expect_alike` has checked that `x` is whole.
     """
-    if group.size == 1:
+    if group.size == 1 or not x.requires_grad:
         return x
-    expect_whole(name, x, group)
-    return move("copy", x, group) if x.requires_grad else x
+    return move("copy", x, group)
 
 
 @_for_plain

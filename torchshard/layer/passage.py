@@ -166,7 +166,7 @@ class Passage:
             return whole(x, "shards" if self.is_spread else "whole")
         if not self.is_spread:
             return x
-        return ops.enter(f"{name} of {self.kind}", x, self.group)
+        return ops.enter(x, self.group)
 
     def _expect_fit(self, name: str, x: Tensor, place: Place) -> None:
         self._expect_size(name, x, place)

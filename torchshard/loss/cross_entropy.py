@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchshard.distributed.agreement import expect_alike
 from torchshard.distributed.groups import ShardGroup
 from torchshard.errors import LayoutError
 from torchshard.layout import balanced_ranges
@@ -130,6 +131,8 @@ def parallel_cross_entropy(
         )
     criterion = Criterion(ignore_index, reduction, label_smoothing, lse_square_scale)
     sharding = class_sharding(input)
+    given = {"input": input, "target": target, "weight": weight, "options": criterion}
+    expect_alike("parallel_cross_entropy", given, sharding.group)
     _check(input, target, weight, criterion, sharding, inplace)
     local = input.to_local() if isinstance(input, ShardedTensor) else input
     row_loss, lse, columns = _row_losses(

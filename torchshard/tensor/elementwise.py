@@ -178,7 +178,7 @@ def aligned(name: str, value: Any, sharding: Sharding) -> Any:
     if isinstance(value, ShardedTensor):
         return _same_split(name, value, sharding)
     if value.dim() < -sharding.dim or value.shape[sharding.dim] == 1:
-        return ops.enter(f"a tensor beside a shard in {name}", value, sharding.group)
+        return ops.enter(value, sharding.group)
     if value.shape[sharding.dim] == sharding.ranges.size:
         return ops.scatter(
             value, sharding.dim, ranges=sharding.ranges, group=sharding.group

@@ -29,6 +29,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_map
 from torchshard.distributed import collectives, ops
+from torchshard.distributed.transforms import (
+    expect_asked,
+)
 from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.initializer import Part, StreamInitializer
 from torchshard.optimizer_state import watch_state
@@ -179,6 +182,7 @@ class ShardedParameter(nn.Parameter):
         name = func.__name__
         if inside.depth or _runs_a_layer_again():
             return _inside_a_layer(func, types, args, kwargs)
+        expect_asked(name)
         if name in _LOCAL:
             return _fact(func, args, kwargs)
         if name == "__get__":
@@ -312,8 +316,17 @@ def _attribute(
 ) -> Any:
     """Attributes are the shard's, but for who takes norms of gradients or counts fans."""
     (parameter,) = args
-    if func == _SHAPE and _asker() == _INIT:
-        return _by_rule(func, (marked(parameter),), {})
+    if func == _SHAPE:
+        asker = _asker()
+        if asker == _INIT:
+            return _by_rule(func, (marked(parameter),), {})
+        if asker == "torch.nn.utils.parametrize":
+            raise ShardedOpError(
+                "torch.nn.utils.parametrize was given a parameter of which this rank holds a"
+                " shard; a parametrization would see that alone. Work it out of the whole in"
+                " the forward of a module around the layer, from weight.full(), or leave the"
+                " layer whole."
+            )
     if func in _VIEWS:
         return _by_rule(func, (marked(parameter),), {})
     value = local_call(func, args, kwargs)

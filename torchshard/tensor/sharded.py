@@ -19,9 +19,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
+from torchshard.distributed.transforms import (
+    expect_asked,
+    is_marked,
+)
 from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.layout import Ranges
 from torchshard.tensor.compiler import compiler_looks, take_marked_inputs, uncompiled
+from torchshard.tensor.sameness import expect_same_operands
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -155,6 +160,7 @@ class ShardedTensor(torch.Tensor):
         if any(kind in ANSWERS_FIRST for kind in types):
             return NotImplemented
         name = func.__name__
+        expect_asked(name)
         args, named = _torch_names(args, kwargs or {})
         function = RULES.get(name)
         if function is None:
@@ -162,6 +168,7 @@ class ShardedTensor(torch.Tensor):
         if named.pop("out", None) is not None:
             sharding = first_sharded([*args, *named.values()]).sharding
             raise mixes(name, sharding, "has no rule for out=")
+        expect_same_operands(func, args, named)
         return function(func, args, named)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -188,7 +195,7 @@ def compiled_call(
     """
     if not torch.compiler.is_compiling() and not _is_called_by_a_graph():
         given = tree_leaves((args, kwargs))
-        sharding = next(x.sharding for x in given if _knows_its_place(x))
+        sharding = next(x.sharding for x in given if is_marked(x))
         raise mixes(
             str(func), sharding, "is an operator of torch.library, without a rule"
         )
@@ -473,12 +480,7 @@ def run_backward(
 
 
 def _local(value: Any) -> Any:
-    return value.to_local() if _knows_its_place(value) else value
-
-
-def _knows_its_place(value: Any) -> bool:
-    """Return whether `value` is a marked tensor, or a parameter that is a shard."""
-    return isinstance(value, Tensor) and "sharding" in vars(value)
+    return value.to_local() if is_marked(value) else value
 
 
 def _edge(x: Any) -> Any:
