@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torchshard.errors import LayoutError, ShapeError, ShardedOpError
 from torchshard.tensor import ShardedTensor, whole
+from torchshard.tensor.gradient import ShardedGradient
 from torchshard.tensor.parameter import ShardedParameter
 from torchshard.testing.ranks import run_ranks
 
@@ -239,7 +240,7 @@ def clipped(norm_type):
         close(got, want, foreach)
         close(whole_of(layer.weight.grad, layer), dense.weight.grad, foreach)
         grads.append(type(layer.weight.grad))
-    assert set(grads) == {torch.Tensor}
+    assert set(grads) == {ShardedGradient}
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
