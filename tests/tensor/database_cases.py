@@ -4,6 +4,7 @@ Every sample is called on whole tensors and on tensors that are divided: each te
 alone along each of its dims, and along each dim of the first all those of the same size there.
 """
 
+import importlib
 import random
 import warnings
 from collections import Counter
@@ -15,8 +16,6 @@ import torch
 import torch.distributed as dist
 from sharded_cases import close, marked
 from torch import Tensor
-from torch.testing._internal import common_methods_invocations
-from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchshard.distributed import groups
 from torchshard.errors import TorchShardError
@@ -29,12 +28,6 @@ OUTCOMES = ("right", "refused", "random", "wrong", "foreign", "unlike", "hang")
 _HANG_S = 20.0
 
 
-def _unseeded(op, *args, **kwargs):
-    return op(*args, **kwargs)
-
-
-# Random operations of the database set a seed of their own: they would not look random.
-common_methods_invocations.wrapper_set_seed = _unseeded
 _UNWRITTEN = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"}
 
 
@@ -69,9 +62,14 @@ def names_of(database):
 
 
 def _entries(database):
-    return {"modules": module_db, "operations": common_methods_invocations.op_db}[
-        database
-    ]
+    """The database; imported here, for seconds, as doctests import this module."""
+    internal = "torch.testing._internal."
+    if database == "modules":
+        return importlib.import_module(internal + "common_modules").module_db
+    methods = importlib.import_module(internal + "common_methods_invocations")
+    # Random operations set a seed of their own there: they would not look random.
+    methods.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+    return methods.op_db
 
 
 def _full_name(entry):

@@ -110,7 +110,7 @@ def _weights(
     """Return what each sample counts in a mean."""
     if target.is_floating_point():
         return torch.ones_like(values)
-    counts = target != given["ignore_index"]
+    counts = torch.ne(target, given["ignore_index"])
     if weight is None:
         return counts.to(values.dtype)
     classes = torch.where(counts, target, 0).long()
