@@ -529,18 +529,9 @@ def _own_part(value: Any, x: Any) -> Any:
     )
 
 
-@rule(["gather"])
-def _gather(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """`torchshard.distributed.gather` un-shards; torch's own has no rule."""
-    x = args[0]
-    if func is not ops.gather:
-        raise mixes("gather", x.sharding, "has no rule for sharded tensors")
-    dim = args[1]
-    if dim not in (-1, x.sharding.dim, x.sharding.dim - x.dim()):
-        raise ShapeError(
-            f"dim={dim} is not the dim along which this tensor is sharded,"
-            f" {x.sharding.dim}. Leave it out, or pass {x.sharding.dim}."
-        )
-    return whole(x, kwargs.get("grad") or "whole")
+def asked(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `func` in a rule: by the rule of its name if an argument is marked."""
+    given = tree_leaves((args, kwargs))
+    if any(isinstance(value, ShardedTensor) for value in given):
+        return RULES[func.__name__](func, args, kwargs)
+    return func(*args, **kwargs)
