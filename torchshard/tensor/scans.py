@@ -67,7 +67,8 @@ def _along_whole(
         raise mixes(name, x.sharding, "takes `stable` by its name")
     if wrapped_dim(x, dim) == x.sharding.dim:
         raise mixes(name, x.sharding, "along it would need what other ranks hold")
-    result = local_call(func, args, kwargs)
+    # Not the marked tensor: torch 2.13 gives cummax of nothing its input for a gradient.
+    result = local_call(func, (x.to_local(), *args[1:]), kwargs)
     if isinstance(result, Tensor):
         return mark(result, x.sharding)
     return type(result)([mark(part, x.sharding) for part in result])
