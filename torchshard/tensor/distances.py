@@ -31,11 +31,12 @@ def _cosine_similarity(
     )
     num_dims = max(x1.dim(), x2.dim())
     dim = dim - num_dims if dim >= 0 else dim
-    units = []
+    products = asked(torch.mul, x1, x2)  # first: it is refused before any collective
+    cosine = asked(torch.sum, products, dim)
     for x in (x1, x2):
-        length = asked(torch.clamp_min, asked(torch.norm, x, 2, dim, True), eps)
-        units.append(asked(torch.div, x, length))
-    return cast(Tensor, asked(torch.sum, asked(torch.mul, *units), dim))
+        length = asked(torch.clamp_min, asked(torch.norm, x, 2, dim), eps)
+        cosine = asked(torch.div, cosine, length)
+    return cast(Tensor, cosine)
 
 
 def _pair(

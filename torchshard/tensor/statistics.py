@@ -28,6 +28,7 @@ from torchshard.tensor.reductions import (
 from torchshard.tensor.sharded import (
     RULES,
     ShardedTensor,
+    asked,
     local_call,
     mark,
     mixes,
@@ -69,7 +70,7 @@ def _of_counted(
         return total
     counts = mark((~local.isnan()).to(local.dtype), x.sharding)
     number = RULES["sum"](torch.sum, (counts,), named)
-    return cast(Tensor, RULES["div"](torch.div, (total, number), {}))
+    return cast(Tensor, asked(torch.div, total, number))
 
 
 @rule(["prod"])
