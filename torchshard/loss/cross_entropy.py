@@ -23,6 +23,7 @@ from torchshard.loss.criterion import (
 )
 from torchshard.loss.row_losses import RowLosses, RowOptions
 from torchshard.loss.rows import as_rows, wide
+from torchshard.tensor import sample_losses
 from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
@@ -146,7 +147,10 @@ def parallel_cross_entropy(
 def _cross_entropy(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`F.cross_entropy`, and through it `nn.CrossEntropyLoss`, on a sharded class dim."""
+    """`F.cross_entropy`, and through it `nn.CrossEntropyLoss`, on a sharded dim."""
+    x = args[0]
+    if not isinstance(x, ShardedTensor) or x.sharding.dim != min(x.dim() - 1, 1):
+        return sample_losses.cross_entropy(func, args, kwargs)
     return parallel_cross_entropy(*args, **kwargs)
 
 

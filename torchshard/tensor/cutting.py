@@ -17,6 +17,7 @@ from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
     bound,
+    expect_first,
     first_sharded,
     local_call,
     mark,
@@ -32,6 +33,7 @@ def _along_another_dim(
 ) -> Any:
     """Take apart or reorder along a dim that is whole."""
     x, name = args[0], func.__name__
+    expect_first(name, x, [*args, *kwargs.values()])
     dim = _dim_of(name, args[1:], kwargs)
     if dim is None:
         raise mixes(name, x.sharding, "without dims flattens the tensor")
@@ -71,6 +73,7 @@ def _split(
 ) -> tuple[Tensor, ...]:
     """Cut along a dim that is whole, or between the blocks of a packed one."""
     x, name = args[0], func.__name__
+    expect_first(name, x, [*args, *kwargs.values()])
     second = _SECOND[name]
     given = {_ALIASES.get(key, key): value for key, value in kwargs.items()}
     sections, dim = bound(args[1:], given, **{second: None}, dim=0)

@@ -84,7 +84,10 @@ def in_place(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Write into the shard; a plain tensor cannot take the values of a shard."""
-    expect_first(func.__name__, args[0], [*args, *kwargs.values()])
+    name, x = func.__name__, args[0]
+    expect_first(name, x, [*args, *kwargs.values()])
+    if name == "detach_" and x.requires_grad:
+        raise mixes(name, x.sharding, "would cut off a view; use detach()")
     return pointwise(func, args, kwargs)
 
 

@@ -26,6 +26,7 @@ from torchshard.distributed.transforms import (
 from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.layout import Ranges
 from torchshard.tensor.compiler import compiler_looks, take_marked_inputs, uncompiled
+from torchshard.tensor.composed import python_code
 from torchshard.tensor.sameness import expect_same_operands
 
 if TYPE_CHECKING:
@@ -161,10 +162,10 @@ class ShardedTensor(torch.Tensor):
             return NotImplemented
         name = func.__name__
         expect_asked(name)
-        args, named = _torch_names(args, kwargs or {})
         function = RULES.get(name)
         if function is None:
-            raise _no_rule(name, args, named)
+            return _by_steps(func, args, kwargs or {})
+        args, named = _torch_names(args, kwargs or {})
         if named.pop("out", None) is not None:
             sharding = first_sharded([*args, *named.values()]).sharding
             raise mixes(name, sharding, "has no rule for out=")
@@ -217,7 +218,8 @@ def _is_called_by_a_graph() -> bool:
             code = frame.f_code
             is_graph = code.co_filename.startswith("<eval_with_key>")
             is_graph |= code.co_name == "__torch_dispatch__"
-            return is_graph or name.split(".")[0] in ("torch", "torchshard", "")
+            is_own = name.split(".")[0] in ("torch", "torchshard", "")
+            return is_graph or (is_own and not name.startswith("torch.testing."))
         frame = frame.f_back
     return False
 
@@ -298,11 +300,15 @@ def mixes(name: str, sharding: Sharding, why: str = "") -> ShardedOpError:
     )
 
 
-def _no_rule(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> ShardedOpError:
-    sharding = first_sharded([*args, *kwargs.values()]).sharding
-    return mixes(name, sharding, "has no rule for sharded tensors")
+def _by_steps(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the Python code of a function that has no rule, whose steps may have theirs."""
+    code = python_code(func)
+    if code is None or torch.compiler.is_compiling():
+        sharding = first_sharded([*args, *kwargs.values()]).sharding
+        raise mixes(func.__name__, sharding, "has no rule for sharded tensors")
+    return code(*args, **kwargs)
 
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x2": "other"}
@@ -517,18 +523,9 @@ def _own_part(value: Any, x: Any) -> Any:
     )
 
 
-@rule(["gather"])
-def _gather(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """`torchshard.distributed.gather` un-shards; torch's own has no rule."""
-    x = args[0]
-    if func is not ops.gather:
-        raise mixes("gather", x.sharding, "has no rule for sharded tensors")
-    dim = args[1]
-    if dim not in (-1, x.sharding.dim, x.sharding.dim - x.dim()):
-        raise ShapeError(
-            f"dim={dim} is not the dim along which this tensor is sharded,"
-            f" {x.sharding.dim}. Leave it out, or pass {x.sharding.dim}."
-        )
-    return whole(x, kwargs.get("grad") or "whole")
+def asked(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `func` in a rule: by the rule of its name if an argument is marked."""
+    given = tree_leaves((args, kwargs))
+    if any(isinstance(value, ShardedTensor) for value in given):
+        return RULES[func.__name__](func, args, kwargs)
+    return func(*args, **kwargs)

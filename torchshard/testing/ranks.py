@@ -145,9 +145,10 @@ def _already_imported() -> list[str]:
     It does what this process did: torch's compiler and checkpoints take seconds.
     """
     often = ("pytest", "hypothesis", "torch._inductor.compile_fx")
-    return [
-        name for name in (*often, "torch.distributed.checkpoint") if name in sys.modules
-    ]
+    databases = ("common_modules", "common_methods_invocations")
+    rarely = [f"torch.testing._internal.{name}" for name in databases]
+    names = (*often, "torch.distributed.checkpoint", *rarely)
+    return [name for name in names if name in sys.modules]
 
 
 def _rank_main(
