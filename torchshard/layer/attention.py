@@ -23,7 +23,7 @@ from torchshard.layer.base import ParallelLayer
 from torchshard.layout import Axis, covering, ranges_of
 from torchshard.splits import Split, Splits
 from torchshard.tensor import Sharding, mark
-from torchshard.tensor.attention import step
+from torchshard.tensor.sharded import asked
 
 
 class AttentionLayer(ParallelLayer):
@@ -268,7 +268,7 @@ class AttentionLayer(ParallelLayer):
         if self.dropout and self.training:
             ranges = ranges_of("head", self.axes, self.group.size)
             marked = mark(weights, Sharding(1, ranges, self.group))
-            dropped = step(F.dropout, marked, self.dropout)
+            dropped = asked(F.dropout, marked, self.dropout)
             weights = dropped.to_local() if self.group.size > 1 else dropped
         return weights @ v, weights
 

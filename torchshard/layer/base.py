@@ -30,7 +30,7 @@ from torchshard.layer.passage import Outputs, Passage
 from torchshard.layer.sameness import expect_same_forward
 from torchshard.layout import Axis, Layout, Shard, ranges_of
 from torchshard.splits import Dim, Splits, code_of, split_named
-from torchshard.tensor.parameter import inside
+from torchshard.tensor.asker import inside
 
 if TYPE_CHECKING:
     from typing_extensions import Self

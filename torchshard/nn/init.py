@@ -17,7 +17,8 @@ from torchshard.distributed import collectives
 from torchshard.distributed.groups import model_group
 from torchshard.errors import StateError
 from torchshard.owners import owner_of, owner_of_data
-from torchshard.tensor.parameter import ShardedParameter, fill_as_whole
+from torchshard.tensor.filling import fill_as_whole
+from torchshard.tensor.parameter import ShardedParameter
 
 calculate_gain = torch.nn.init.calculate_gain
 
@@ -106,7 +107,8 @@ def shard_init_helper_(
     if tensor.is_meta:
         return tensor
     if isinstance(tensor, ShardedParameter):
-        return fill_as_whole(init_method, tensor, **kwargs)
+        fill_as_whole(init_method, tensor.to_local(), tensor.sharding, **kwargs)
+        return tensor
     place = owner_of(tensor) or owner_of_data(tensor)
     if place is None:
         _expect_group_of_one(tensor)

@@ -2,6 +2,8 @@
 
 from torchshard.tensor import (
     attention,
+    attributes,
+    backward,
     batched,
     channel_norms,
     convolutions,
@@ -36,6 +38,8 @@ __all__ = [
     "ShardedTensor",
     "Sharding",
     "attention",
+    "attributes",
+    "backward",
     "batched",
     "channel_norms",
     "convolutions",

@@ -28,9 +28,9 @@ from torchshard.layout import Ranges
 from torchshard.tensor.operands import Division, Labels, Units, division, part
 from torchshard.tensor.products import product
 from torchshard.tensor.sharded import (
-    RULES,
     ShardedTensor,
     Sharding,
+    asked,
     bound,
     first_sharded,
     local_call,
@@ -111,26 +111,19 @@ def _by_steps(
         sharding = first_sharded([query, key, value, mask]).sharding
         raise mixes(_NAME, sharding, "of grouped heads cannot drop in a compiled graph")
     scale = given["scale"] or 1 / math.sqrt(query.shape[-1])
-    scores = step(torch.matmul, query, step(torch.transpose, key, -2, -1))
-    scores = step(torch.mul, scores, scale)
+    scores = asked(torch.matmul, query, asked(torch.transpose, key, -2, -1))
+    scores = asked(torch.mul, scores, scale)
     if given["is_causal"]:
         mask = torch.ones(
             whole_shape(scores)[-2:], dtype=torch.bool, device=query.device
         ).tril()
     if mask is not None and mask.dtype == torch.bool:
-        scores = step(torch.where, mask, scores, -math.inf)
+        scores = asked(torch.where, mask, scores, -math.inf)
     elif mask is not None:
-        scores = step(torch.add, scores, mask)
-    weights = step(torch.softmax, scores, -1)
-    dropped = step(F.dropout, weights, given["dropout_p"])
-    return cast(Tensor, step(torch.matmul, dropped, value))
-
-
-def step(func: Callable[..., Any], *args: Any) -> Any:
-    """Call `func` by its rule if a tensor is a shard: a plain call in a graph asks for none."""
-    if any(isinstance(value, ShardedTensor) for value in args):
-        return RULES[func.__name__](func, args, {})
-    return func(*args)
+        scores = asked(torch.add, scores, mask)
+    weights = asked(torch.softmax, scores, -1)
+    dropped = asked(F.dropout, weights, given["dropout_p"])
+    return cast(Tensor, asked(torch.matmul, dropped, value))
 
 
 def _expect_local(factor: Tensor, labels: Labels) -> None:

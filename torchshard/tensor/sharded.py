@@ -8,11 +8,10 @@ which `torch.f`, `Tensor.f` and `F.f` share.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -200,7 +199,7 @@ def compiled_call(
         raise mixes(
             str(func), sharding, "is an operator of torch.library, without a rule"
         )
-    return func(*tree_map(_local, args), **tree_map(_local, kwargs))
+    return func(*tree_map(local, args), **tree_map(local, kwargs))
 
 
 _OPERATOR_MODULES = frozenset(["torch._ops", "torch._library.custom_ops", __name__])
@@ -351,176 +350,9 @@ def expect_first(name: str, x: Any, args: Iterable[Any]) -> None:
         )
 
 
-@rule(["__get__"])
-def _attribute(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """`x.shape` is the whole's; `x.T` and its kin are views; other attributes the shard's."""
-    (x,) = cast(tuple[ShardedTensor], args)
-    if func == getter("shape"):
-        return whole_shape(x)
-    if func == getter("T"):
-        return RULES["t"](func, args, kwargs)
-    if func == getter("mT"):
-        return RULES["transpose"](func, (x, -2, -1), {})
-    if func in _COMPLEX:
-        raise mixes("a complex view", x.sharding, "has no rule for sharded tensors")
-    result = local_call(func, args, kwargs)
-    # Inside backward a checkpoint hands `x.grad` on to autograd, which knows no marks.
-    if isinstance(result, Tensor) and func in _ALIKE and not is_in_backward():
-        return mark(result, x.sharding)
-    return result
-
-
-def getter(name: str) -> Any:
-    """Return the function that `__torch_function__` is given for the attribute `name`."""
-    return getattr(torch.Tensor, name).__get__
-
-
-_COMPLEX = [getter("H"), getter("mH"), getter("real"), getter("imag")]
-_ALIKE = [getter("data"), getter("grad")]
-
-
-@rule(["size"])
-def _size(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    shape = whole_shape(args[0])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return shape if dim is None else shape[dim]
-
-
-@rule(["__len__"])
-def _len(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int:
-    return whole_shape(args[0])[0]
-
-
-@rule(["__format__"])
-def _format(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str:
-    return format(repr(args[0]), args[1])
-
-
-@rule(["__deepcopy__"])
-def _deepcopy(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """Copy a leaf, as torch does; what autograd computed is refused, as by torch."""
-    x, memo = args
-    if id(x) in memo:
-        return cast(Tensor, memo[id(x)])
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = x.view_as(x) if x.grad_fn is not None else x.detach()
-    copied = mark(copy.deepcopy(plain), x.sharding).requires_grad_(x.requires_grad)
-    memo[id(x)] = copied
-    return copied
-
-
-@rule(["numel", "nelement"])
-def _numel(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int:
-    return whole_shape(args[0]).numel()
-
-
-PLAIN = """
-    dim ndimension stride storage_offset is_contiguous is_floating_point is_complex
-    is_signed element_size data_ptr untyped_storage get_device __hash__ __delete__
-    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook is_pinned
-    _is_view __reduce_ex__ is_inference is_set_to has_names
-    """.split()
-
-
-@rule(PLAIN)
-def _plain(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Facts about the storage, and hooks: those of the shard."""
-    return local_call(func, args, kwargs)
-
-
-@rule(["__set__"])
-def _set_attribute(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """`x.requires_grad = ...`, `x.grad = ...`; not `x.data`, which could be of another size."""
-    if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-        raise mixes("assigning .data", args[0].sharding, "could give it another size")
-    local_call(func, args, kwargs)
-
-
-@rule(["backward", "grad"])
-def run_backward(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """`x.backward`, `torch.autograd.backward` and `torch.autograd.grad`.
-
-    Gradients that are given may be those of the whole tensors or of this rank's shards. What
-    runs inside, a checkpoint's forward among it, finds the rules as forward did: backward
-    starts at plain aliases of the outputs and ends at the graph's edges to the inputs.
-    """
-    outputs, *rest = args
-    if rest and func is torch.Tensor.backward:
-        rest[0] = _own_gradients(outputs, rest[0])
-    for name in ("gradient", "grad_tensors", "grad_outputs"):
-        if name in kwargs:
-            kwargs = {**kwargs, name: _own_gradients(outputs, kwargs[name])}
-    inputs = rest[0] if func is torch.autograd.grad else kwargs.get("inputs")
-    if inputs is not None:
-        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        edges = [_edge(x) for x in inputs]
-        if func is torch.autograd.grad:
-            rest[0] = edges
-        else:
-            kwargs = {**kwargs, "inputs": edges}
-    with torch.enable_grad():  # also of a backward inside another
-        outputs = tree_map(_local, outputs)
-    grads = func(outputs, *rest, **kwargs)
-    if grads is None:
-        return None
-    pairs = zip(cast(list[Tensor], inputs), grads, strict=True)
-    return tuple(grad if grad is None else _marked_like(grad, x) for x, grad in pairs)
-
-
-def _local(value: Any) -> Any:
+def local(value: Any) -> Any:
+    """Return a marked tensor, or a parameter that is a shard, as the plain shard."""
     return value.to_local() if is_marked(value) else value
-
-
-def _edge(x: Any) -> Any:
-    """Return where gradients of a marked `x` arrive; anything else as it is."""
-    if not isinstance(x, Tensor) or type(x) in (Tensor, torch.nn.Parameter):
-        return x
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.graph.get_gradient_edge(x)
-
-
-def _marked_like(grad: Tensor, x: Tensor) -> Tensor:
-    is_shard = isinstance(x, ShardedTensor) and not isinstance(grad, ShardedTensor)
-    return mark(grad, cast(ShardedTensor, x).sharding) if is_shard else grad
-
-
-def _own_gradients(outputs: Any, grads: Any) -> Any:
-    """Return the gradients, one or several, of this rank's part of the outputs."""
-    if grads is None or isinstance(outputs, Tensor):
-        return _own_part(grads, outputs)
-    grads = [grads] if isinstance(grads, Tensor) else grads
-    return [_own_part(*pair) for pair in zip(grads, outputs, strict=True)]
-
-
-def _own_part(value: Any, x: Any) -> Any:
-    if isinstance(value, ShardedTensor):
-        return value.to_local()
-    if not isinstance(value, Tensor) or not isinstance(x, ShardedTensor):
-        return value
-    sharding = x.sharding
-    if value.shape[sharding.dim] != sharding.ranges.size:
-        return value
-    return ops.scatter(
-        value, sharding.dim, ranges=sharding.ranges, group=sharding.group
-    )
 
 
 def asked(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
