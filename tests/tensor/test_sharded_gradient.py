@@ -8,6 +8,7 @@ import torch
 import torchshard as ts
 from sharded_cases import close, randoms
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torchshard.errors import ShardedOpError, StateError
 from torchshard.testing import run_ranks
 
@@ -104,6 +105,11 @@ def other_uses():
     layer.weight.grad = plain
     layer.weight.grad.data.clamp_(max=0.01)
     assert layer.weight.grad.max() <= 0.01
+    layer.weight.grad = layer.weight.grad
+    with CommDebugMode() as counter:
+        nn.utils.clip_grad_norm_(nn.Parameter(plain), 1.0)
+        torch.optim.Adam(layer.parameters()).step()
+    assert counter.get_total_counts() == 0
     layer.weight.grad = None
     assert layer.weight.grad is None
 
@@ -123,6 +129,9 @@ def sparse_gradients():
         for module in (dense, model):
             module(ids).square().sum().backward()
         close(loop(model), loop(dense), dim, 1e-6)
+        grad = model[0].weight.grad
+        grad.mul_(2)
+        assert model[0].weight.grad.to_dense().equal(grad.to_dense())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(()))

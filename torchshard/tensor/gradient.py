@@ -8,7 +8,7 @@ and a shard's norm would make each rank clip and log by another number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -66,12 +66,30 @@ uncompiled(ShardedGradient)
 
 
 def known_as_gradient(grad: Tensor, sharding: Sharding) -> Tensor:
-    """Return the gradient of a parameter that is divided so; one to be differentiated as it is."""
+    """Return the gradient of a parameter that is divided so; one to be differentiated as it is.
+
+    It shares the gradient's storage. A sparse one has none that could be shared, and is the
+    same object.
+    """
     if grad.requires_grad:
         return grad
-    shard = torch.Tensor._make_subclass(ShardedGradient, grad, False)
+    if grad.is_sparse:
+        grad.__class__ = ShardedGradient  # type: ignore[assignment] # undone by `known_as_plain`
+        shard = cast(ShardedGradient, grad)
+    else:
+        shard = torch.Tensor._make_subclass(ShardedGradient, grad, False)
     shard.sharding = sharding
     return shard
+
+
+def known_as_plain(grad: Tensor) -> Tensor:
+    """Return the gradient for who keeps parameters, and takes it for the shard that it is."""
+    if not isinstance(grad, ShardedGradient):
+        return grad
+    if not grad.is_sparse:
+        return torch.Tensor._make_subclass(Tensor, grad, False)
+    grad.__class__ = Tensor
+    return grad
 
 
 def _marked(value: Any) -> Any:

@@ -47,7 +47,11 @@ from torchshard.tensor.backward import run_backward
 from torchshard.tensor.compiler import compiler_looks, uncompiled
 from torchshard.tensor.dtensors import in_form, wanted_form
 from torchshard.tensor.filling import fill_as_whole, fill_in_stream
-from torchshard.tensor.gradient import known_as_gradient
+from torchshard.tensor.gradient import (
+    ShardedGradient,
+    known_as_gradient,
+    known_as_plain,
+)
 from torchshard.tensor.sharded import (
     ANSWERS_FIRST,
     RULES,
@@ -258,7 +262,7 @@ def _attribute(
     if func not in (_GRAD, _DATA) or torch.compiler.is_compiling():
         return value
     asker = asking_module()
-    if func == _GRAD and type(value) is Tensor:
+    if func == _GRAD and type(value) in (Tensor, ShardedGradient):
         return _gradient_for(asker, value, parameter.sharding)
     if func == _DATA and not asker.startswith("torch"):
         return known_as_shard(nn.Parameter(value, False), parameter.sharding)
@@ -283,7 +287,9 @@ def _gradient_for(asker: str, grad: Tensor, sharding: Sharding) -> Tensor:
                 " and whose gradient is sparse: an overflow in it would skip the step on"
                 " this rank alone. Use torchshard.amp.GradScaler, with the same arguments."
             )
-    return grad if asker.startswith(KEEPERS) else known_as_gradient(grad, sharding)
+    if asker in NORM_TAKERS or asker.startswith(KEEPERS):
+        return known_as_plain(grad)
+    return known_as_gradient(grad, sharding)
 
 
 def _set_attribute(
@@ -299,6 +305,7 @@ def _set_attribute(
                 f" this rank's shard, of shape {tuple(own)}. Load whole values with"
                 " layer.load_state_dict, or weight.copy_(whole) under torch.no_grad()."
             )
+    value = known_as_plain(value) if isinstance(value, ShardedGradient) else value
     local_call(func, (parameter, _plain(value)), kwargs)
 
 
