@@ -74,7 +74,7 @@ def known_as_gradient(grad: Tensor, sharding: Sharding) -> Tensor:
     if grad.requires_grad:
         return grad
     if grad.is_sparse:
-        grad.__class__ = ShardedGradient  # type: ignore[assignment] # undone by `known_as_plain`
+        grad.__class__ = ShardedGradient  # undone by `known_as_plain`
         shard = cast(ShardedGradient, grad)
     else:
         shard = torch.Tensor._make_subclass(ShardedGradient, grad, False)
@@ -88,7 +88,7 @@ def known_as_plain(grad: Tensor) -> Tensor:
         return grad
     if not grad.is_sparse:
         return torch.Tensor._make_subclass(Tensor, grad, False)
-    grad.__class__ = Tensor
+    grad.__class__ = Tensor  # type: ignore[assignment]
     return grad
 
 
