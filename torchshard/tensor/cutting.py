@@ -102,9 +102,9 @@ _ALIASES = {
 def _cuts(name: str, sections: Any, sharding: Sharding) -> list[int]:
     """Return where torch would cut the whole dim, 0 and its size included."""
     size = sharding.ranges.size
+    if isinstance(sections, Tensor):
+        sections = sections.tolist()  # a number of parts, or where to cut
     if not isinstance(sections, int):
-        if isinstance(sections, Tensor):
-            sections = sections.tolist()
         if name == "tensor_split":
             return [0, *(slice(index).indices(size)[1] for index in sections), size]
         if sum(sections) != size:

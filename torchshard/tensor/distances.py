@@ -7,7 +7,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torchshard.tensor.sharded import asked, bound, rule
+from torchshard.tensor.sharded import (
+    asked,
+    bound,
+    first_sharded,
+    mixes,
+    rule,
+    whole_shape,
+)
 
 
 @rule(["pairwise_distance"])
@@ -31,12 +38,20 @@ def _cosine_similarity(
     )
     num_dims = max(x1.dim(), x2.dim())
     dim = dim - num_dims if dim >= 0 else dim
+    if len({_size(x, dim) for x in (x1, x2)}) > 1:
+        why = "of tensors that broadcast along the dim it sums over has no rule"
+        raise mixes("cosine_similarity", first_sharded((x1, x2)).sharding, why)
     products = asked(torch.mul, x1, x2)  # first: it is refused before any collective
     cosine = asked(torch.sum, products, dim)
     for x in (x1, x2):
         length = asked(torch.clamp_min, asked(torch.norm, x, 2, dim), eps)
         cosine = asked(torch.div, cosine, length)
     return cast(Tensor, cosine)
+
+
+def _size(x: Tensor, dim: int) -> int:
+    """Return the whole size of a dim that counts from the back; 1 if there is no such dim."""
+    return whole_shape(x)[dim] if x.dim() >= -dim else 1
 
 
 def _pair(

@@ -180,12 +180,13 @@ def aligned(name: str, value: Any, sharding: Sharding) -> Any:
         return value
     if isinstance(value, ShardedTensor):
         return _same_split(name, value, sharding)
-    if value.dim() < -sharding.dim or value.shape[sharding.dim] == 1:
-        return ops.enter(value, sharding.group)
-    if value.shape[sharding.dim] == sharding.ranges.size:
+    has_dim = value.dim() >= -sharding.dim
+    if has_dim and value.shape[sharding.dim] == sharding.ranges.size:
         return ops.scatter(
             value, sharding.dim, ranges=sharding.ranges, group=sharding.group
         )
+    if not has_dim or value.shape[sharding.dim] == 1:
+        return ops.enter(value, sharding.group)
     known = recalled(value)
     if known is not value:
         return _same_split(name, known, sharding)

@@ -280,6 +280,8 @@ def _join(
     """Join along a dim that is whole."""
     tensors, dim = bound(args, kwargs, tensors=None, dim=0)
     x = first_sharded(tensors)
+    if any(tensor.dim() != x.dim() for tensor in tensors):
+        raise mixes(func.__name__, x.sharding, "joins tensors of as many dims")
     stacking = func.__name__ == "stack"
     dim = dim % (x.dim() + 1) if stacking else wrapped_dim(x, dim)
     if not stacking and dim == x.sharding.dim:
