@@ -7,8 +7,6 @@ modules on two ranks.
 import pytest
 from database_cases import counted, names_of, sweep
 
-pytest.importorskip("expecttest", reason="torch's databases import it")
-
 NONE_OF = ("wrong", "foreign", "unlike", "hang")
 OPERATIONS_AT_ONCE = 150
 """So many entries a launch of ranks: a hang costs the rest of its entry alone."""
