@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from divided_calls import Sample
 from torch import Tensor
-from torchshard.tensor.sharded import PLAIN
+from torchshard.tensor.attributes import PLAIN
 
 EXEMPT = {
     **dict.fromkeys(PLAIN, "tells of the storage of the shard, whatever its size"),

@@ -71,7 +71,7 @@ def expect_asked(name: str) -> None:
 
 
 def _refusing(value: Any, level: int) -> Any:
-    if is_marked(value):
+    if not torch.compiler.is_compiling() and is_marked(value):
         raise _under_transform("A tensor that is spread over ranks")
     return _wrap(value, level)
 
