@@ -25,6 +25,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from traffic import Traffic
 
 HERE = Path(__file__).resolve()
@@ -50,12 +52,59 @@ def attention(**keywords: bool) -> Step:
     return lambda: layer(x, x, x, **keywords)[0].sum().backward()
 
 
+def training(wrap: Callable[[nn.Module], Callable[..., torch.Tensor]]) -> Step:
+    """Return a training step of eight small layers, where what torchshard does itself shows.
+
+    Args:
+        wrap: Returns what is called in the model's place.
+    """
+    import torchshard as ts
+
+    layers = [
+        part
+        for index in range(8)
+        for part in (ts.nn.ParallelLinear(64, 64, dim=1 - index % 2), nn.GELU())
+    ]
+    model = nn.Sequential(*layers)
+    forward = wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(16, 64)
+
+    def step() -> None:
+        forward(x).square().sum().backward()
+        ts.nn.utils.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def checkpointed(model: nn.Module) -> Callable[..., torch.Tensor]:
+    return lambda x: checkpoint(model, x, use_reentrant=False)
+
+
+def replicated(model: nn.Module) -> Callable[..., torch.Tensor]:
+    import torchshard as ts
+
+    ts.register_ddp_parameters_to_ignore(model)
+    return nn.parallel.DistributedDataParallel(model)
+
+
 STEPS: dict[str, Callable[[], Step]] = {
     "linear 1024 -> 4096, column": lambda: linear(1),
     "linear 4096 -> 1024, row": lambda: linear(0),
     "attention": lambda: attention(need_weights=False),
     "attention, with weights": lambda: attention(need_weights=True),
+    "eight layers of 64, AdamW": lambda: training(lambda model: model),
+    "the same, checkpointed": lambda: training(checkpointed),
 }
+REPLICAS = {"eight layers of 64, two replicas of two": lambda: training(replicated)}
+"""Steps of four ranks, in groups of two."""
+
+
+def steps_of(size: int) -> dict[str, Callable[[], Step]]:
+    """Return the steps that are timed on so many ranks."""
+    return REPLICAS if size == 4 else STEPS
 
 
 def work(rank: int, size: int, store: str) -> None:
@@ -66,12 +115,13 @@ def work(rank: int, size: int, store: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size
     )
-    ts.init_process_group(group_size=size)
+    ts.init_process_group(group_size=min(size, 2))
     steps = {}
-    for name, make in STEPS.items():
+    for name, make in steps_of(size).items():
         torch.manual_seed(0)
         steps[name] = make()
-        steps[name]()
+        for _ in range(3):  # DistributedDataParallel settles in its second
+            steps[name]()
     traffic = {}
     for name, step in steps.items():
         with Traffic() as counted:
@@ -128,7 +178,7 @@ def measured(trees: list[Path], size: int, rounds: int) -> None:
     """Print the rows of one number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = checkouts = [Checkout(tree, size, folder) for tree in trees]
-        for name in STEPS:
+        for name in steps_of(size):
             times: dict[Checkout, list[tuple[float, float]]] = {ours: [], theirs: []}
             for number in range(rounds):
                 for one in checkouts if number % 2 else reversed(checkouts):

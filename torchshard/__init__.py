@@ -4,6 +4,12 @@ from torchshard import amp, distributed, errors, loss, nn, optim, utils
 from torchshard.checkpoint import sharded_state_dict
 from torchshard.checks import expect_indices
 from torchshard.compatibility import (
+    _ORDER_ATTR as _ORDER_ATTR,
+)
+from torchshard.compatibility import (
+    _PARALLEL_DIM as _PARALLEL_DIM,
+)
+from torchshard.compatibility import (
     get_parallel_dim,
     register_parallel_attribute,
     register_parallel_dim,

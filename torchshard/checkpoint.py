@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, cast
 
 from torch import nn
+from torchshard.errors import StateError
 from torchshard.state import sharded_entries
-from torchshard.tensor.dtensors import in_form
+from torchshard.tensor.dtensors import in_form, is_dtensor
 from torchshard.tensor.sharded import Sharding
 
 
@@ -22,6 +23,16 @@ def sharded_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
     """
     state = model.state_dict(prefix=prefix)
     for key, layer, name in sharded_entries(model, prefix):
+        if key not in state:
+            raise StateError(
+                f"{key} is not in the model's state_dict: {type(layer).__name__} holds {name!r}"
+                " as a plain attribute. Expected a parameter: put nn.Parameter(x) in its place."
+            )
+        if layer.group.size > 1 and is_dtensor(state[key]):
+            raise StateError(
+                f"{key} is a DTensor: fully_shard has cut this rank's shard once more, which"
+                " no list of chunks describes. Save torchshard.collect_state_dict(model)."
+            )
         sharding = cast(Sharding, layer.sharding_of(name))
         state[key] = in_form(state[key], sharding, "chunks")
     return state

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torchshard.errors import TargetError
+from torchshard.errors import ShardedOpError, TargetError
 
 
 def expect_indices(
@@ -20,7 +20,13 @@ def expect_indices(
 
     Raises:
         TargetError: If an index is out of range.
+        ShardedOpError: If `indices` is sharded: a rank would check its own alone.
     """
+    if getattr(indices, "sharding", None) is not None:
+        raise ShardedOpError(
+            f"{name} is sharded, and all of its indices are needed on every rank. Call"
+            " torchshard.distributed.gather on it first."
+        )
     indices = indices.long()  # in uint8, -100 is 156
     bad = (indices < 0) | (indices >= size)
     if ignore_index is not None:

@@ -2,7 +2,8 @@
 
 Layers mark their outputs themselves, as `ShardedTensor`s, and parameters have their layouts
 from their layers; new code needs none of this. TorchShard's codes: 1 or -1 is sharded on the
-last dim (column parallel), 0 on the first (row parallel), None is whole.
+last dim (column parallel), 0 on the first (row parallel), None is whole. Scripts read and set
+them as an attribute, too: `getattr(layer.weight, torchshard._PARALLEL_DIM)`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchshard.distributed import ops
 from torchshard.distributed.groups import model_group
 from torchshard.errors import LayoutError
-from torchshard.layout import Shard
-from torchshard.owners import Owner, owner_of
-from torchshard.tensor import ShardedTensor, Sharding
+from torchshard.owners import owner_of, split_code
+from torchshard.tensor import ShardedTensor, Sharding, recalled
+from torchshard.tensor.parameter import ShardedParameter
+
+_PARALLEL_DIM = "parallel_dim"
+_ORDER_ATTR = "order_type"
 
 _registered = WeakIdKeyDictionary()
 """The dim that was registered for a tensor, as it was given."""
@@ -39,24 +43,16 @@ def get_parallel_dim(tensor: Tensor) -> int | None:
     if tensor in _registered:
         registered: int | None = _registered[tensor]
         return registered
+    tensor = recalled(tensor)
     if isinstance(tensor, ShardedTensor):
         dim = tensor.sharding.dim
         return -1 if dim == tensor.dim() - 1 else dim
     place = owner_of(tensor)
-    return None if place is None else _code(*place)
-
-
-def _code(layer: Owner, name: str) -> int | None:
-    """Return TorchShard's code for a layer's parameter.
-
-    That of the layer's split; of a layer without codes -1 for a divided first dim, as weights
-    are stored (out, in).
-    """
-    spec = layer.specs[name]
-    if not isinstance(spec.layout, Shard):
-        return None
-    is_column = spec.sharded_dim == 0 if layer.dim is None else layer.dim in (1, -1)
-    return -1 if is_column else 0
+    if place is not None:
+        return split_code(*place)
+    if isinstance(tensor, ShardedParameter):  # layer.weight.data
+        return -1 if tensor.sharding.dim == 0 else 0
+    return None
 
 
 def register_parallel_dim(tensor: Tensor, parallel_dim: int | None) -> None:
@@ -89,7 +85,7 @@ def register_parallel_dim(tensor: Tensor, parallel_dim: int | None) -> None:
 
 def _expect_declared(parameter: Tensor, parallel_dim: int | None) -> None:
     place = owner_of(parameter)
-    declared = None if place is None else _code(*place)
+    declared = None if place is None else split_code(*place)
     code = -1 if parallel_dim == 1 else parallel_dim
     if place is None or declared != code:
         raise LayoutError(
@@ -102,6 +98,11 @@ def _expect_declared(parameter: Tensor, parallel_dim: int | None) -> None:
 
 def _mark_in_place(tensor: Tensor, parallel_dim: int | None) -> None:
     if isinstance(tensor, ShardedTensor):
+        if (
+            parallel_dim is not None
+            and parallel_dim % tensor.dim() == tensor.sharding.dim
+        ):
+            return
         tensor.__class__ = Tensor  # type: ignore[assignment] # to the plain shard that it is
     if parallel_dim is not None:
         group = model_group()
@@ -109,6 +110,20 @@ def _mark_in_place(tensor: Tensor, parallel_dim: int | None) -> None:
         dim = parallel_dim % tensor.dim()
         tensor.__class__ = ShardedTensor
         tensor.sharding = Sharding(dim, ranges, group)  # type: ignore[attr-defined]
+
+
+class _ParallelDim:
+    """The attribute `parallel_dim` of what is, or may be, a shard."""
+
+    def __get__(self, tensor: Tensor, kind: type) -> int | None:
+        return get_parallel_dim(tensor)
+
+    def __set__(self, tensor: Tensor, parallel_dim: int | None) -> None:
+        register_parallel_dim(tensor, parallel_dim)
+
+
+for _kind in (ShardedTensor, ShardedParameter):
+    setattr(_kind, _PARALLEL_DIM, _ParallelDim())
 
 
 def register_parallel_attribute(

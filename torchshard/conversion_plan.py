@@ -213,15 +213,27 @@ def why_not(module: nn.Module, classes: Mapping[type[nn.Module], LayerClass]) ->
         )
     parent = next((cls for cls in classes if isinstance(module, cls)), None)
     if parent is not None:
+        name, other = distinct_names(type(module), parent)
         return (
-            f"{name} is a subclass of {parent.__name__}; dividing it as one would drop what"
+            f"{name} is a subclass of {other}; dividing it as one would drop what"
             " it adds. Write a ParallelLayer for it and pass layers=[...]."
         )
+    same = next((cls for cls in classes if cls.__name__ == name), None)
+    if same is not None:
+        name, _ = distinct_names(type(module), same)
+    known = sorted(distinct_names(cls, type(module))[0] for cls in classes)
     return (
-        f"{name} has no sharded class. Expected one of"
-        f" {', '.join(sorted(cls.__name__ for cls in classes))}, or a layer of your own in"
+        f"{name} has no sharded class. Expected one of {', '.join(known)}, or a layer of your own in"
         " layers=[...], with its dense_class set."
     )
+
+
+def distinct_names(first: type, second: type) -> tuple[str, str]:
+    """Return the names of two classes, in full where they share one."""
+    if first.__name__ != second.__name__:
+        return first.__name__, second.__name__
+    full = [f"{cls.__module__}.{cls.__qualname__}" for cls in (first, second)]
+    return full[0], full[1]
 
 
 def shown_name(path: str) -> str:

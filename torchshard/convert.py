@@ -26,6 +26,7 @@ from torchshard.conversion_plan import (
     shown_name,
     why_not,
 )
+from torchshard.data_parallel import register_ddp_parameters_to_ignore
 from torchshard.distributed import collectives
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import LayoutError
@@ -33,6 +34,7 @@ from torchshard.layer import ParallelLayer
 from torchshard.layout import Shard
 from torchshard.optimizer_state import has_changed
 from torchshard.state import gathered
+from torchshard.tensor.dtensors import is_dtensor
 from torchshard.tensor.parameter import known_as_whole
 
 _HOOKS = (
@@ -146,7 +148,9 @@ def convert_layers(
             raise LayoutError(f"{shown_name(paths[0])}: {why_not(module, {})}")
         if type(module) is dense:
             found.layers.append(Conversion(module, layer_class, sharding, paths))
-    return _carried_out(model, found, resolve_group(group), gather_batch, {})
+    divided = _carried_out(model, found, resolve_group(group), gather_batch, {})
+    register_ddp_parameters_to_ignore(divided)  # as TorchShard 0.1.0 did
+    return divided
 
 
 def _carried_out(
@@ -366,6 +370,7 @@ def to_dense(model: nn.Module) -> nn.Module:
             raise LayoutError(
                 f"{path}: {type(layer).__name__} has no dense_class to turn back into."
             )
+        _expect_all_held(path, layer)
     whole: dict[int, nn.Module] = {}
     moved: dict[int, nn.Parameter] = {}
     for path, layer in places:
@@ -378,6 +383,23 @@ def to_dense(model: nn.Module) -> nn.Module:
     return model
 
 
+def _expect_all_held(path: str, layer: ParallelLayer) -> None:
+    """Check that the layer holds what it declared, as torch.nn holds parameters and buffers."""
+    layer.expect_held()
+    held = dict(_named(layer))
+    if any(is_dtensor(tensor) for tensor in held.values()):
+        raise LayoutError(
+            f"{shown_name(path)}: fully_shard has made the parameters DTensors. Load"
+            " torchshard.collect_state_dict(model) into a dense model instead."
+        )
+    gone = [name for name in layer.specs if name not in held]
+    if gone:
+        raise LayoutError(
+            f"{shown_name(path)}: {gone} of {type(layer).__name__} are plain attributes."
+            " Expected parameters: put nn.Parameter(x) in their place."
+        )
+
+
 def _dense_of(layer: ParallelLayer, moved: dict[int, nn.Parameter]) -> nn.Module:
     dense_class = cast(type[nn.Module], layer.dense_class)
     taken = inspect.signature(dense_class).parameters.keys()
@@ -385,6 +407,8 @@ def _dense_of(layer: ParallelLayer, moved: dict[int, nn.Parameter]) -> nn.Module
     given = {key: value for key, value in arguments.items() if key in taken}
     dense = dense_class(**given, device="meta")
     for name, tensor in _named(layer):
+        if name not in layer.specs:
+            continue
         value = tensor
         if id(tensor) not in moved and layer.ranges_of(name) is not None:
             if isinstance(tensor, nn.Parameter):
@@ -394,6 +418,23 @@ def _dense_of(layer: ParallelLayer, moved: dict[int, nn.Parameter]) -> nn.Module
             else:
                 value = gathered(tensor.detach(), layer, name).clone()
         path, _, leaf = name.rpartition(".")
-        setattr(dense.get_submodule(path), leaf, value)
+        part = dense.get_submodule(path)
+        if leaf in part._parameters and not isinstance(value, nn.Parameter):
+            del part._parameters[leaf]  # a buffer was put in its place
+            part.register_buffer(leaf, value)
+        else:
+            setattr(part, leaf, value)
+    _take_over_additions(dense, layer)
     _take_over_behaviour(dense, layer)
     return dense
+
+
+def _take_over_additions(dense: nn.Module, layer: ParallelLayer) -> None:
+    """Give `dense` the buffers and modules that were added to the layer."""
+    for name, buffer in layer._buffers.items():
+        if name not in layer.specs and name not in dense._buffers:
+            is_kept = name not in layer._non_persistent_buffers_set
+            dense.register_buffer(name, buffer, persistent=is_kept)
+    for name, module in layer._modules.items():
+        if name not in dense._modules:
+            dense.add_module(name, module)

@@ -20,6 +20,7 @@ from torchshard.data_parallel import spans_shards
 from torchshard.distributed.groups import ShardGroup, at_destroy
 from torchshard.errors import GroupError
 from torchshard.optimizer_state import divide_state
+from torchshard.optimizer_trial import expect_right_on_shards
 from torchshard.owners import shard_owner_of
 
 _hooks: list[RemovableHandle] = []
@@ -29,7 +30,12 @@ def watch_steps(group: ShardGroup) -> None:
     """Check every optimizer's step from now on, if `group` has several ranks."""
     if group.size == 1 or _hooks:
         return
-    checks = (expect_no_shards, expect_elementwise, divide_state)
+    checks = (
+        expect_no_shards,
+        expect_elementwise,
+        divide_state,
+        expect_right_on_shards,
+    )
     _hooks.extend(register_optimizer_step_pre_hook(check) for check in checks)
     at_destroy(_forget)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from torchshard.distributed.groups import ShardGroup
-from torchshard.layout import Ranges
+from torchshard.layout import Ranges, Shard
 
 if TYPE_CHECKING:
     from torchshard.layer.declaration import ParameterSpec
@@ -64,6 +64,17 @@ def owner_of(tensor: Tensor) -> tuple[Owner, str] | None:
     return None if layer is None else (layer, name)
 
 
+def owner_of_data(tensor: Tensor) -> tuple[Owner, str] | None:
+    """Return the layer and the name of the parameter of which `tensor` is the `.data`, or None."""
+    if tensor.is_meta or not tensor.numel():
+        return None
+    for known in list(_owners):
+        place = (known.data_ptr(), known.shape, known.dtype)
+        if place == (tensor.data_ptr(), tensor.shape, tensor.dtype):
+            return owner_of(known)
+    return None
+
+
 def shard_owner_of(tensor: Tensor) -> tuple[Owner, str] | None:
     """Return what `owner_of` does for a shard on several ranks, None for any other tensor."""
     found = owner_of(tensor)
@@ -77,3 +88,16 @@ def shard_owner_of(tensor: Tensor) -> tuple[Owner, str] | None:
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether `tensor` is a shard of a layer's parameter on several ranks."""
     return shard_owner_of(tensor) is not None
+
+
+def split_code(layer: Owner, name: str) -> int | None:
+    """Return TorchShard 0.1.0's code for a layer's parameter: -1, 0, or None if it is whole.
+
+    That of the layer's split; of a layer without codes -1 for a divided first dim, as weights
+    are stored (out, in).
+    """
+    spec = layer.specs[name]
+    if not isinstance(spec.layout, Shard):
+        return None
+    is_column = spec.sharded_dim == 0 if layer.dim is None else layer.dim in (1, -1)
+    return -1 if is_column else 0

@@ -21,6 +21,7 @@ from torchshard.layer import ParallelLayer
 from torchshard.layout import Shard
 from torchshard.owners import Owner
 from torchshard.shard_notes import note_shards, without_notes
+from torchshard.tensor.dtensors import is_dtensor, without_dtensor
 
 
 def sharded_entries(
@@ -35,6 +36,7 @@ def sharded_entries(
     for path, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, ParallelLayer):
             continue
+        module.expect_held()
         for name in module.specs:
             if module.ranges_of(name) is not None:
                 key = f"{path}.{name}" if path else name
@@ -66,7 +68,8 @@ def collect_state_dict(
 ) -> dict[str, Any]:
     """Return `model`'s state with every tensor whole, as the dense model would have it.
 
-    Every rank of the model group calls it. Tensors are gathered one at a time.
+    Every rank of the model group calls it; under `fully_shard`, whose DTensors are made whole
+    too, every rank of the world. Tensors are gathered one at a time.
 
     Args:
         model: The sharded model.
@@ -98,6 +101,8 @@ def collect_state_dict(
     for key, value in state_dict.items():
         if isinstance(value, Tensor):
             value = value.detach()
+        if is_dtensor(value):
+            value = _undistributed(value, owners.get(key))
         if key in owners:
             value = gathered(value, *owners[key])
         if is_destination:
@@ -116,6 +121,15 @@ def _expect_shards(
                 f"{key} has shape {shape} in state_dict. Expected rank {layer.group.rank}'s"
                 f" shard {own_shape} of the whole {layer.specs[name].shape}."
             )
+
+
+def _undistributed(value: Any, owner: tuple[ParallelLayer, str] | None) -> Tensor:
+    """Return a DTensor as the layer's shard, or as the whole tensor where no layer has it."""
+    if owner is None:
+        return cast(Tensor, value.full_tensor())
+    layer, name = owner
+    dim = layer.specs[name].sharded_dim
+    return without_dtensor(value, dim, layer.own_shape(name))
 
 
 def _is_destination(dst: int | None, group: ShardGroup) -> bool:

@@ -54,12 +54,13 @@ def test_differing_calls_and_inputs_are_named_on_every_rank():
     results = run_ranks(mismatches_found, 3, timeout_s=30)
     assert results[0] == results[1] == results[2]
     advice = (
-        ". Expected the same on all: give all ranks inputs of one shape and dtype, and let"
-        " all take the same branches."
+        ". Expected the same on all: give all ranks the same model and inputs of one shape and"
+        " dtype, and let all take the same branches."
     )
     differ = (
-        " takes a whole tensor, the same on every rank, but on rank 2 it differs from rank"
-        " 0's. Give the ranks of a model group the same batch, and seed them alike."
+        " is taken for a whole tensor, the same on every rank, but on rank 2 it differs from"
+        " rank 0's: rank 2 has 1.0 at [0], rank 0 0.0. Give the ranks of a model group the same"
+        " batch, and seed them alike."
     )
     reduce = "all_reduce (sum) of"
     assert results[0] == [
@@ -71,9 +72,9 @@ def test_differing_calls_and_inputs_are_named_on_every_rank():
         "The ranks' next collectives differ: rank 0: reduce_scatter of (3, 1, 4),"
         f" torch.float32; rank 1: {reduce} (3, 4), torch.float32; rank 2: reduce_scatter of"
         f" (3, 1, 4), torch.float32{advice}",
-        f"copy{differ}",
-        f"scatter{differ}",
-        f"a tensor beside a shard in mul{differ}",
+        f"x of copy{differ}",
+        f"x of scatter{differ}",
+        f"other of mul{differ}",
     ]
 
 

@@ -147,12 +147,11 @@ def rows_differ_under_debug():
 
 
 def test_t30_inputs_of_other_shapes_are_named():
-    """T30: with TORCHSHARD_DEBUG=1 every rank names the first call that differs, and how."""
+    """T30: with TORCHSHARD_DEBUG=1 every rank names the first input that differs, and how."""
     expected = (
-        "The ranks' next collectives differ: rank 0: scatter of (2, 4), torch.float32; rank 1:"
-        " scatter of (3, 4), torch.float32; rank 2: scatter of (2, 4), torch.float32. Expected"
-        " the same on all: give all ranks inputs of one shape and dtype, and let all take the"
-        " same branches."
+        "input of ParallelLinear differs between the ranks: rank 0: (2, 4), torch.float32;"
+        " rank 1: (3, 4), torch.float32; rank 2: (2, 4), torch.float32. Expected the same on"
+        " all ranks of a model group: the same batch, model and options."
     )
     assert run_ranks(rows_differ_under_debug, 3, timeout_s=TIMEOUT_S) == [expected] * 3
 
@@ -175,8 +174,9 @@ def values_differ():
 def test_t30_samples_that_differ_are_named():
     """T30: a model group whose ranks draw other samples is told which rank differs."""
     expected = (
-        "scatter takes a whole tensor, the same on every rank, but on rank 1 it differs from"
-        " rank 0's. Give the ranks of a model group the same batch, and seed them alike."
+        "input of ParallelLinear is taken for a whole tensor, the same on every rank, but on"
+        " rank 1 it differs from rank 0's: rank 1 has 1.0 at [0, 0], rank 0 0.0. Give the ranks"
+        " of a model group the same batch, and seed them alike."
     )
     assert run_ranks(values_differ, 3, timeout_s=TIMEOUT_S) == [expected] * 3
 

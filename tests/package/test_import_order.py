@@ -14,7 +14,7 @@ LEVELS = [
     ["distributed"],
     ["checks", "initializer", "owners", "row_updates"],
     ["optimizer_state", "shard_notes", "tensor"],
-    ["data_parallel", "loss", "optimizer_checks", "replicas"],
+    ["data_parallel", "loss", "optimizer_checks", "optimizer_trial", "replicas"],
     ["layer"],
     ["conversion_plan"],
     [

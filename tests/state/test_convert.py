@@ -4,6 +4,7 @@ Names of tests begin with the row: R of TorchShard 0.1.0, T of public reports on
 """
 
 import copy
+import re
 import sys
 import weakref
 from pathlib import Path
@@ -820,7 +821,9 @@ def quantised():
     import torch.ao.nn.quantized.dynamic as quantized
 
     model = nn.Sequential(nn.Linear(4, 4), quantized.Linear(4, 4))
-    with pytest.raises(LayoutError, match=r"^1: Linear has no sharded class\."):
+    with pytest.raises(
+        LayoutError, match=r"^1: torch\.ao\..*\.Linear has no sharded class\."
+    ):
         ts.parallelize(model, {"0": "column", "1": "column"})
     assert type(model[0]) is nn.Linear
     ts.nn.ParallelLinear.convert_parallel_linear(model, dim=1)
@@ -924,3 +927,22 @@ def test_a_class_without_a_dense_twin_converts_nothing():
     for wrong in (ts.nn.ParallelCrossEntropyLoss, nn.Linear):
         with pytest.raises(LayoutError, match="names no dense_class"):
             ts.convert_layers(nn.Linear(2, 3), wrong)
+
+
+def named_linear(*bases):
+    """A class of a user's own that bears torch's name."""
+    return type("Linear", bases, {"__module__": "mine"})
+
+
+def test_classes_of_one_name_are_named_in_full():
+    """`Linear is a subclass of Linear` says nothing."""
+    model = nn.Sequential(named_linear(nn.Linear)(4, 6))
+    text = "0: mine.Linear is a subclass of torch.nn.modules.linear.Linear; dividing"
+    with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
+        ts.parallelize(model, {"0": "column"})
+    model = nn.Sequential(named_linear(nn.Module)())
+    with pytest.raises(
+        LayoutError, match=r"^0: mine\.Linear has no sharded class"
+    ) as error:
+        ts.parallelize(model, {"0": "column"})
+    assert "torch.nn.modules.linear.Linear" in str(error.value)

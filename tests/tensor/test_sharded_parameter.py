@@ -10,9 +10,11 @@ import torchshard as ts
 from sharded_cases import close, randoms
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torchshard.errors import LayoutError, ShapeError, ShardedOpError
 from torchshard.tensor import ShardedTensor, whole
+from torchshard.tensor.gradient import ShardedGradient
 from torchshard.tensor.parameter import ShardedParameter
 from torchshard.testing.ranks import run_ranks
 
@@ -238,7 +240,7 @@ def clipped(norm_type):
         close(got, want, foreach)
         close(whole_of(layer.weight.grad, layer), dense.weight.grad, foreach)
         grads.append(type(layer.weight.grad))
-    assert set(grads) == {torch.Tensor}
+    assert set(grads) == {ShardedGradient}
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
@@ -356,6 +358,36 @@ def operators_are_refused():
     ):
         with pytest.raises(ShardedOpError, match="is an operator of"):
             call()
+
+
+class Counter(TorchDispatchMode):
+    """As benchmarks and profilers count."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+def counted_by_a_mode():
+    torch.manual_seed(1)
+    layer = ts.nn.ParallelLinear(4, 6, dim=1).double()
+    x = randoms((3, 4), 1).requires_grad_()
+    F.gelu(layer(x)).square().sum().backward()
+    plain = x.grad
+    x.grad = None
+    with Counter() as counter:
+        F.gelu(layer(x)).square().sum().backward()
+    close(x.grad, plain, "counted")
+    assert "gelu_backward" in counter.names
+
+
+def test_a_dispatch_mode_hands_on_what_it_is_given():
+    """It calls operators on marked tensors, in backward as well, and means no harm."""
+    run_ranks(counted_by_a_mode, 2)
 
 
 def test_operators_of_torch_library_have_no_rule():

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torchshard.errors import GroupError, LayoutError
+from torchshard.errors import GroupError, LayoutError, StateError
 from torchshard.state import gathered
 from torchshard.testing import run_ranks
 
@@ -475,3 +475,29 @@ def test_gather_batch_of_a_layer_without_inputs_raises():
     loss.gather_batch = True
     with pytest.raises(LayoutError, match="declares no inputs that could be pooled"):
         loss(torch.zeros(2, 3), torch.tensor([0, 1]))
+
+
+def collected_under_fully_shard():
+    from torch.distributed.fsdp import fully_shard
+
+    dense = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.Linear(4, 3))
+    model = ts.parallelize(copy.deepcopy(dense), {"0": "column", "2": "row"})
+    for part in (model[0], model[2], model[3], model):
+        fully_shard(part, mesh=ts.distributed.get_mesh()["data"])
+    state = ts.collect_state_dict(model)
+    for key, want in dense.state_dict().items():
+        assert type(state[key]) is torch.Tensor, key
+        assert torch.equal(state[key], want), key
+    if ts.distributed.get_world_size() > 1:
+        with pytest.raises(StateError, match="DTensor: fully_shard has cut"):
+            ts.sharded_state_dict(model)
+    with pytest.raises(
+        LayoutError, match="fully_shard has made the parameters DTensors"
+    ):
+        ts.to_dense(model)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_state_is_collected_under_fully_shard(group_size):
+    """Shards that are cut once more, and whole parameters, come out whole; or it is refused."""
+    run_ranks(collected_under_fully_shard, 2 * group_size, group_size=group_size)

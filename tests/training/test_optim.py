@@ -377,10 +377,15 @@ def expect_refused(layer):
 def checks_come_and_go(path):
     assert step_checks() == []
     layer = ts.nn.ParallelLinear(3, 5, dim=1)
-    all_three = ["expect_no_shards", "expect_elementwise", "divide_state"]
-    assert step_checks() == all_three
+    all_four = [
+        "expect_no_shards",
+        "expect_elementwise",
+        "divide_state",
+        "expect_right_on_shards",
+    ]
+    assert step_checks() == all_four
     expect_refused(ts.nn.ParallelLinear(3, 5, dim=0))
-    assert step_checks() == all_three
+    assert step_checks() == all_four
     saved, rank = pickle.dumps(layer), ts.distributed.get_rank()
     ts.destroy_process_group()
     assert step_checks() == []
@@ -389,7 +394,7 @@ def checks_come_and_go(path):
     ts.init_process_group()
     assert step_checks() == []
     expect_refused(pickle.loads(saved))
-    assert step_checks() == all_three
+    assert step_checks() == all_four
 
 
 def test_steps_are_checked_while_there_are_shards(tmp_path):

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torchshard.distributed.transforms import forget_transforms, watch_transforms
 from torchshard.errors import GroupError
 
 
@@ -43,6 +44,8 @@ class ShardGroup:
         self.process_group = process_group
         self.size = 1 if process_group is None else process_group.size()
         self.rank = 0 if process_group is None else process_group.rank()
+        if self.size > 1:
+            watch_transforms()
 
     def __copy__(self) -> ShardGroup:
         return self
@@ -178,6 +181,7 @@ def destroy_process_group() -> None:
     """Forget the groups and shut torch.distributed down, if it is running."""
     global _mesh, _model_group
     _mesh, _model_group = None, ShardGroup()
+    forget_transforms()
     while _at_destroy:
         _at_destroy.pop()()
     if dist.is_initialized():

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torchshard.distributed import collectives
+from torchshard.distributed.agreement import expect_alike, is_debugging
 from torchshard.distributed.groups import ShardGroup
+from torchshard.distributed.running import where_it_runs
+from torchshard.distributed.transforms import expect_no_transform
 from torchshard.layout import Ranges
 
 
@@ -26,16 +29,30 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, *place: Any) -> Tensor:
         ctx.name, ctx.place = name, place
+        if _is_checked(name, place):
+            ctx.where = where_it_runs()
         return _MOVES[name].forward(x, *place)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if _is_checked(ctx.name, ctx.place):
+            what = f"backward of the {ctx.name}{getattr(ctx, 'where', '')}"
+            expect_alike(what, {"the gradient": grad}, ctx.place[-1])
         moved = _MOVES[ctx.name].backward(grad, *ctx.place)
         return moved, None, *(None for _ in ctx.place)
 
 
+_TO_WHOLE = frozenset(["reduce", "gather"])
+"""Moves whose result all ranks read alike, so that what comes back is whole too."""
+
+
+def _is_checked(name: str, place: tuple[Any, ...]) -> bool:
+    return name in _TO_WHOLE and is_debugging(place[-1])
+
+
 def move(name: str, x: Tensor, *place: Any) -> Tensor:
     """Return `x` moved as the table says; `place` is what the move's functions take."""
+    expect_no_transform(f"A move between ranks ({name})", x)
     return cast(Tensor, _Move.apply(x, name, *place))
 
 

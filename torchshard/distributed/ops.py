@@ -32,12 +32,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils.weak import WeakIdKeyDictionary
 from torchshard.distributed import collectives
 from torchshard.distributed.agreement import expect_whole
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.distributed.moves import move
 from torchshard.errors import LayoutError, ShapeError
 from torchshard.layout import Ranges, balanced_ranges, ranges_of_lengths
+
+_scattered = WeakIdKeyDictionary()
+"""What `scatter` cut along the last dim, and how."""
 
 GatherGrad: TypeAlias = Literal["whole", "shards", "batch"]
 ScatterGrad: TypeAlias = Literal["whole", "batch"]
@@ -69,18 +73,14 @@ def copy(x: Tensor, group: GroupLike = None) -> Tensor:
     return move("copy", x, group)
 
 
-def enter(name: str, x: Tensor, group: ShardGroup) -> Tensor:
+def enter(x: Tensor, group: ShardGroup) -> Tensor:
     """Do what `copy` does for a tensor that may want no gradient, which is then as it is.
 
-    Args:
-        name: What the tensor is, for the error of TORCHSHARD_DEBUG=1.
-        x: A whole tensor.
-        group: The ranks that read it.
+    The caller's `agreement.expect_alike` has checked that `x` is whole.
     """
-    if group.size == 1:
+    if group.size == 1 or not x.requires_grad:
         return x
-    expect_whole(name, x, group)
-    return move("copy", x, group) if x.requires_grad else x
+    return move("copy", x, group)
 
 
 @_for_plain
@@ -144,6 +144,10 @@ def scatter(
     pooled batch, as in TorchShard's recipes and as `gather` takes it; everything else is
     split into shards.
 
+    The part is a plain tensor. That it was cut along the last dim is remembered of it, until
+    an operation makes another tensor of it: a layer, a loss of torchshard and a shard beside it
+    take it for the shard that it is.
+
     Args:
         x: Whole tensor, of any shape.
         dim: The dim to split.
@@ -169,7 +173,24 @@ def scatter(
     expect_whole("scatter", x, group)
     if grad == "batch":
         x = move("scale_grad", x, 1.0 / group.size)
-    return move("scatter", x, dim % x.dim(), ranges, group)
+    dim %= x.dim()
+    own = move("scatter", x, dim, ranges, group)
+    if 0 < dim == x.dim() - 1 and not torch.compiler.is_compiling():
+        _scattered[own] = (dim, ranges, group)
+    return own
+
+
+def scattered_as(x: Tensor) -> tuple[int, Ranges, ShardGroup] | None:
+    """Return the dim, the ranges and the group if `x` is what `scatter` cut along the last dim.
+
+    A plain tensor, which scripts hand on as the shard that it is: to a loss, to a layer, or
+    beside other shards.
+    """
+    if torch.compiler.is_compiling() or not _scattered:
+        return None
+    return (
+        cast(tuple[int, Ranges, ShardGroup], _scattered[x]) if x in _scattered else None
+    )
 
 
 def gather(

@@ -22,6 +22,8 @@ from torchshard.errors import LayoutError, ShapeError
 from torchshard.layer.base import ParallelLayer
 from torchshard.layout import Axis, covering, ranges_of
 from torchshard.splits import Split, Splits
+from torchshard.tensor import Sharding, mark
+from torchshard.tensor.sharded import asked
 
 
 class AttentionLayer(ParallelLayer):
@@ -225,6 +227,11 @@ class AttentionLayer(ParallelLayer):
             return self._weighed(q, k, v, mask)[0]
         dropout = self.dropout if self.training else 0.0
         k, v = self._served(k), self._served(v)
+        if dropout and torch.compiler.is_compiling():
+            if is_causal:
+                kept = torch.ones(q.shape[-2], k.shape[-2], device=q.device).tril()
+                mask = _additive(kept == 0, q.dtype)
+            return self._weighed(q, k, v, mask)[0]
         with shard_rng(self.group, q.device) if dropout else nullcontext():
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
 
@@ -259,8 +266,10 @@ class AttentionLayer(ParallelLayer):
         scores = q / math.sqrt(self.head_dim) @ k.transpose(-2, -1)
         weights = (scores if mask is None else scores + mask).softmax(-1)
         if self.dropout and self.training:
-            with shard_rng(self.group, q.device):
-                weights = F.dropout(weights, self.dropout)
+            ranges = ranges_of("head", self.axes, self.group.size)
+            marked = mark(weights, Sharding(1, ranges, self.group))
+            dropped = asked(F.dropout, marked, self.dropout)
+            weights = dropped.to_local() if self.group.size > 1 else dropped
         return weights @ v, weights
 
     def _served(self, x: Tensor) -> Tensor:

@@ -13,22 +13,27 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torchshard import data_parallel
 from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, resolve_group
+from torchshard.distributed.transforms import expect_no_transform
 from torchshard.errors import GroupError, LayoutError
 from torchshard.layer.declaration import ParameterSpec
 from torchshard.layer.local_state import LocalState
 from torchshard.layer.passage import Outputs, Passage
+from torchshard.layer.sameness import expect_same_forward
 from torchshard.layout import Axis, Layout, Shard, ranges_of
 from torchshard.splits import Dim, Splits, code_of, split_named
-from torchshard.tensor.parameter import inside
+from torchshard.tensor.asker import inside
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ParallelLayer(LocalState, ABC):
@@ -180,10 +185,13 @@ class ParallelLayer(LocalState, ABC):
 
         Raises:
             LayoutError: If a layer on several ranks is given one that it has not declared.
+            ShapeError: If it is not of this rank's shape.
         """
         is_new = param is not None and name not in self._parameters.keys() | self._specs
         if self.group.size > 1 and self._passage is not None and is_new:
             raise _undeclared(type(self).__name__, name)
+        if param is not None and name in self._specs:
+            self._expect_own_size(name, param)
         super().register_parameter(name, param)
         if param is None:
             self._specs.pop(name, None)  # `layer.bias = None`
@@ -244,10 +252,19 @@ class ParallelLayer(LocalState, ABC):
         `local_forward`, and shards of overlapping axes, are read through this; shards that
         one rank holds are read as attributes.
         """
-        tensor, spec = self.tensor_of(name), self._specs[name]
+        spec = self._spec_of(name)
+        tensor = self.tensor_of(name)
         if spec.ranges is None:
             return ops.copy(tensor, self.group)
         return ops.sum_over_holders(tensor, spec.sharded_dim, spec.ranges, self.group)
+
+    def takes_own_samples(self, name: str) -> bool:
+        """Return whether the argument `name` holds each rank's own samples, along dim 0.
+
+        TORCHSHARD_DEBUG=1 then lets the ranks differ in it. A layer that pools or exchanges an
+        argument itself extends this.
+        """
+        return self.gather_batch
 
     @abstractmethod
     def local_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,6 +273,27 @@ class ParallelLayer(LocalState, ABC):
     def finish(self, output: Any) -> Any:
         """Return the layer's output from what the reduce gave: add a bias, divide a mean."""
         return output
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call `fn` on the layer's parts and on the layer, which then passes for a dense one.
+
+        `model.apply(init)` takes functions that ask `isinstance(module, nn.Linear)`. What they
+        do to a divided parameter is done to the whole.
+        """
+        for child in self.children():
+            child.apply(fn)
+        own_class = type(self)
+        if self.dense_class is None or issubclass(own_class, self.dense_class):
+            fn(self)
+            return self
+        passing = type(own_class.__name__, (own_class, self.dense_class), {})
+        self.__class__ = passing
+        try:
+            fn(self)
+        finally:
+            if type(self) is passing:
+                self.__class__ = own_class
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Move the inputs into their layouts, compute locally, and move the output out."""
@@ -267,9 +305,14 @@ class ParallelLayer(LocalState, ABC):
             )
         self._expect_group()
         self._expect_plain_shards()
+        if not torch.compiler.is_compiling():
+            self.expect_held()
+            if self.group.size > 1:
+                expect_no_transform(type(self).__name__)
         data_parallel.expect_ignored_shards(self)
         inside.depth += 1  # what is read of the parameters here are shards
         try:
+            expect_same_forward(self, args, kwargs)
             args, kwargs = passage.enter(args, kwargs, self.gather_batch)
             return self.finish(passage.leave(self._computed(*args, **kwargs)))
         finally:

@@ -44,6 +44,8 @@ class ClassLoss(ParallelLayer):
         ignore_index: As in the criterion; `reduction`, `label_smoothing` and
             `lse_square_scale` too.
         weight: Weight of each class, or None.
+        gather_target: Whether `target` is of this rank's own samples, which the loss then
+            gathers.
 
     Example:
         >>> import torch, torchshard as ts
@@ -68,6 +70,11 @@ class ClassLoss(ParallelLayer):
         self.reduction = criterion.reduction
         self.label_smoothing = criterion.label_smoothing
         self.lse_square_scale = criterion.lse_square_scale
+        self.gather_target = False
+
+    def takes_own_samples(self, name: str) -> bool:
+        """Return whether `name` holds each rank's own samples: the target may alone."""
+        return self.gather_batch or (self.gather_target and name == "target")
 
     @property
     def criterion(self) -> Criterion:

@@ -197,7 +197,7 @@ class FeatureLayer(ParallelLayer):
     @property
     def own_weight(self) -> Tensor:
         """This rank's part of the weight, as `local_forward` reads it."""
-        overlaps = self._specs["weight"].grad == "overlapping"
+        overlaps = self._spec_of("weight").grad == "overlapping"
         weight = self.shared("weight") if overlaps else self.weight
         for dim, size in zip(self._weight_dims, self._filled or (), strict=False):
             weight = _with_zeros(weight, dim, size)
@@ -208,7 +208,7 @@ class FeatureLayer(ParallelLayer):
         """This rank's part of the bias; None where it is added after the sum."""
         if self.bias is None or self.split == "row":
             return None
-        overlaps = self._specs["bias"].grad == "overlapping"
+        overlaps = self._spec_of("bias").grad == "overlapping"
         bias = self.shared("bias") if overlaps else self.bias
         return bias if self._filled is None else _with_zeros(bias, 0, self._filled[0])
 

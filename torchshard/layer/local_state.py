@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torchshard import optimizer_checks, owners
 from torchshard.distributed import collectives
 from torchshard.distributed.groups import GroupLike, resolve_group
-from torchshard.errors import StateError
+from torchshard.errors import LayoutError, ShapeError, StateError
 from torchshard.initializer import Part
 from torchshard.layer.declaration import ParameterSpec
 from torchshard.layout import Ranges
 from torchshard.shard_notes import expect_own_shards, note_shards
-from torchshard.tensor import Sharding
+from torchshard.tensor import ShardedTensor, Sharding
+from torchshard.tensor.compiler import take_marked_inputs
 from torchshard.tensor.dtensors import in_form, wanted_form, without_dtensor
 from torchshard.tensor.parameter import ShardedParameter, known_as_shard
 
@@ -50,23 +51,90 @@ class LocalState(nn.Module):
 
     def own_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's part of the named parameter or buffer."""
-        return self._specs[name].own_shape(self.group.rank)
+        return self._spec_of(name).own_shape(self.group.rank)
 
     def ranges_of(self, name: str) -> Ranges | None:
         """Return who holds what of the named parameter's sharded dim; None if it is whole."""
-        return self._specs[name].ranges
+        return self._spec_of(name).ranges
+
+    def _spec_of(self, name: str) -> ParameterSpec:
+        if name not in self._specs:
+            raise LayoutError(
+                f"{type(self).__name__} has no parameter or buffer {name!r}. It declared"
+                f" {list(self._specs)}; what was set to None is taken away."
+            )
+        return self._specs[name]
 
     def sharding_of(self, name: str) -> Sharding | None:
         """Return how the named parameter or buffer is spread; None if it is whole."""
-        spec = self._specs[name]
+        spec = self._spec_of(name)
         if spec.ranges is None:
             return None
         return Sharding(spec.sharded_dim, spec.ranges, self.group)
 
     def tensor_of(self, name: str) -> Tensor:
-        """Return the local tensor of the parameter or buffer of that dotted name."""
+        """Return the local tensor of the parameter or buffer of that dotted name.
+
+        Raises:
+            LayoutError: If it was deleted or renamed.
+        """
+        tensor = self._held(name)
+        if tensor is None:
+            own_shape = self.own_shape(name)
+            raise LayoutError(
+                f"{type(self).__name__} has no {name!r} any more, which it declared: it was"
+                f" deleted, or renamed. Put it back, as layer.{name} = nn.Parameter(x) with x of"
+                f" shape {own_shape}, this rank's part. An optional one is taken away with"
+                f" layer.{name} = None."
+            )
+        return tensor
+
+    def _held(self, name: str) -> Tensor | None:
+        """Return the local tensor of that name, None if it is gone."""
         path, _, leaf = name.rpartition(".")
-        return cast(Tensor, getattr(self.get_submodule(path), leaf))
+        try:
+            return cast("Tensor | None", getattr(self.get_submodule(path), leaf))
+        except AttributeError:
+            return None
+
+    def expect_held(self) -> None:
+        """Check that what was declared is there, and forget what was set to None in a part.
+
+        Raises:
+            LayoutError: If a parameter or buffer was deleted or renamed.
+            ShapeError: If one is not of this rank's shape.
+        """
+        for name, spec in list(self._specs.items()):
+            if self._held(name) is None and self._is_none(name):
+                del self._specs[name]  # `layer.out_proj.bias = None`
+                continue
+            tensor = self.tensor_of(name)
+            if spec.ranges is not None:
+                self._expect_own_size(name, tensor)
+
+    def _is_none(self, name: str) -> bool:
+        path, _, leaf = name.rpartition(".")
+        try:
+            part = self.get_submodule(path)
+        except AttributeError:
+            return False
+        return leaf in part._parameters or leaf in part._buffers
+
+    def _expect_own_size(self, name: str, tensor: Tensor) -> None:
+        spec, rank = self._specs[name], self.group.rank
+        own_shape = spec.own_shape(rank)
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # modes, too: nobody reads the parameter here
+            shape = tuple(tensor.shape)
+        if self.group.size > 1 and shape != own_shape:
+            dim = spec.sharded_dim
+            raise ShapeError(
+                f"{type(self).__name__}.{name} was given a tensor of shape {shape}. Expected"
+                f" rank {rank}'s shard {own_shape} of the whole {spec.shape}. Load whole values"
+                " with layer.load_state_dict, or cut them with"
+                f" torchshard.distributed.scatter(whole, {dim}, grad='whole')."
+            )
 
     def set_tensor(self, name: str, tensor: Tensor) -> None:
         """Put `tensor`, of the local shape, in the place of the named parameter or buffer."""
@@ -78,9 +146,14 @@ class LocalState(nn.Module):
         """Enter `tensor` as the named one, and have a parameter know what it is a shard of."""
         owners.remember(tensor, self, name)
         sharding = self.sharding_of(name)
-        is_plain = type(tensor) in (nn.Parameter, ShardedParameter)
-        if sharding is not None and self.group.size > 1 and is_plain:
-            known_as_shard(cast(nn.Parameter, tensor), sharding)
+        if sharding is not None and self.group.size > 1:
+            # `layer.weight = nn.Parameter(torch.randn_like(layer.weight))` is marked already.
+            is_kin = isinstance(tensor, ShardedTensor) and tensor.sharding == sharding
+            is_kin &= isinstance(tensor, nn.Parameter)
+            if type(tensor) in (nn.Parameter, ShardedParameter) or is_kin:
+                known_as_shard(cast(nn.Parameter, tensor), sharding)
+        elif type(tensor) is nn.Parameter:
+            tensor.parallel_dim = owners.split_code(self, name)  # type: ignore[attr-defined] # TorchShard 0.1.0's
 
     def _register(self, name: str, tensor: Tensor | None, is_buffer: bool) -> None:
         *path, leaf = name.split(".")
@@ -98,11 +171,11 @@ class LocalState(nn.Module):
 
     def _remember_tensors(self) -> None:
         optimizer_checks.watch_steps(self.group)
+        if self.group.size > 1:
+            take_marked_inputs()
         for name in list(self._specs):
-            tensor: Tensor | None = self.tensor_of(name)
-            if tensor is None:  # taken away: `layer.out_proj.bias = None`
-                del self._specs[name]
-            else:
+            tensor = self._held(name)
+            if tensor is not None:
                 self._remember(name, tensor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -216,6 +289,7 @@ class LocalState(nn.Module):
         """Return the sharding of each parameter, for `print(model)`."""
         parts = [f"rank={self.group.rank}/{self.group.size}"]
         for name, spec in self._specs.items():
-            own = tuple(self.tensor_of(name).shape)
+            tensor = self._held(name)
+            own = "none" if tensor is None else tuple(tensor.shape)
             parts.append(f"{name}={own} of {spec.shape}")
         return ", ".join(parts)

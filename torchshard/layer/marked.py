@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,11 +69,11 @@ class MarkedLayer(ParallelLayer):
         shared = self.shared(name) if spec.grad == "overlapping" else value
         return mark(shared.view_as(shared), sharding)
 
-    def tensor_of(self, name: str) -> Tensor:
+    def _held(self, name: str) -> Tensor | None:
         """Return the local tensor itself, unmarked, inside the forward too."""
         path, _, leaf = name.rpartition(".")
         part = self.get_submodule(path)
-        return cast(Tensor, (part._parameters | part._buffers)[leaf])
+        return (part._parameters | part._buffers).get(leaf)
 
     def take_over(self, dense: nn.Module, divided: Mapping[str, int]) -> None:
         """Hold what `dense` holds, in its order, and declare that. Called once, as `declare`.

@@ -16,7 +16,14 @@ from torchshard.distributed import ops
 from torchshard.distributed.groups import ShardGroup
 from torchshard.errors import LayoutError, ShapeError
 from torchshard.layout import Axis, Layout, Partial, Ranges, Shard, Whole, ranges_of
-from torchshard.tensor import ShardedTensor, Sharding, mark, whole, whole_shape
+from torchshard.tensor import (
+    ShardedTensor,
+    Sharding,
+    mark,
+    recalled,
+    whole,
+    whole_shape,
+)
 
 Outputs: TypeAlias = "Layout | tuple[Layout, ...]"
 
@@ -119,6 +126,7 @@ class Passage:
             )
         given = dict(zip(names, args, strict=False))
         given |= {name: kwargs[name] for name in names[len(args) :] if name in kwargs}
+        given = {name: recalled(x) for name, x in given.items()}
         for name, x in given.items():
             if isinstance(x, Tensor):
                 self._expect_fit(name, x, self.inputs[name])
@@ -158,7 +166,7 @@ class Passage:
             return whole(x, "shards" if self.is_spread else "whole")
         if not self.is_spread:
             return x
-        return ops.enter(f"{name} of {self.kind}", x, self.group)
+        return ops.enter(x, self.group)
 
     def _expect_fit(self, name: str, x: Tensor, place: Place) -> None:
         self._expect_size(name, x, place)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torchshard.distributed import collectives
+from torchshard.distributed.agreement import expect_alike
 from torchshard.errors import LayoutError, ShapeError
 from torchshard.loss.criterion import Criterion, expect_target, own_targets
 from torchshard.loss.cross_entropy import class_sharding, expect_class_dim
@@ -89,6 +90,13 @@ def parallel_accuracy(
     if any(k < 1 for k in topk):
         raise LayoutError(f"topk={tuple(topk)} holds a number below 1.")
     sharding = class_sharding(input)
+    given = {
+        "input": input,
+        "target": target,
+        "topk": topk,
+        "ignore_index": ignore_index,
+    }
+    expect_alike("parallel_accuracy", given, sharding.group)
     expect_class_dim("parallel_accuracy", input, sharding)
     if target.is_floating_point():
         raise ShapeError("target holds probabilities; accuracy needs class indices.")

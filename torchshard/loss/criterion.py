@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import _reduction as legacy
 from torchshard.checks import expect_indices
 from torchshard.distributed import collectives, ops
-from torchshard.distributed.agreement import expect_whole
 from torchshard.errors import LayoutError, ShapeError
 from torchshard.loss.rows import as_rows
 from torchshard.tensor.sharded import ShardedTensor, Sharding, mixes, whole_shape
@@ -81,8 +80,6 @@ def expect_target(
         TargetError: If it is neither a class nor `ignore_index`.
         LayoutError: If it is probabilities, and `ignore_index` a class.
     """
-    if not isinstance(target, ShardedTensor):
-        expect_whole("target", target, sharding.group)
     if target.is_floating_point():
         _expect_probabilities(target, shape, criterion, sharding)
         return

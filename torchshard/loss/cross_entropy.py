@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchshard.distributed.agreement import expect_alike
 from torchshard.distributed.groups import ShardGroup
 from torchshard.errors import LayoutError
 from torchshard.layout import balanced_ranges
@@ -22,7 +23,15 @@ from torchshard.loss.criterion import (
 )
 from torchshard.loss.row_losses import RowLosses, RowOptions
 from torchshard.loss.rows import as_rows, wide
-from torchshard.tensor.sharded import ShardedTensor, Sharding, mixes, rule, whole_shape
+from torchshard.tensor import sample_losses
+from torchshard.tensor.sharded import (
+    ShardedTensor,
+    Sharding,
+    mixes,
+    recalled,
+    rule,
+    whole_shape,
+)
 
 
 @overload
@@ -108,6 +117,7 @@ def parallel_cross_entropy(
         ShardedOpError: If another dim than the class dim is sharded, or if it is packed.
     """
     reduction = named_reduction(reduction, size_average, reduce)
+    input = recalled(input)
     ours = lse_square_scale or return_lse or inplace
     if not (
         ours or isinstance(input, ShardedTensor) or isinstance(target, ShardedTensor)
@@ -122,6 +132,8 @@ def parallel_cross_entropy(
         )
     criterion = Criterion(ignore_index, reduction, label_smoothing, lse_square_scale)
     sharding = class_sharding(input)
+    given = {"input": input, "target": target, "weight": weight, "options": criterion}
+    expect_alike("parallel_cross_entropy", given, sharding.group)
     _check(input, target, weight, criterion, sharding, inplace)
     local = input.to_local() if isinstance(input, ShardedTensor) else input
     row_loss, lse, columns = _row_losses(
@@ -135,7 +147,10 @@ def parallel_cross_entropy(
 def _cross_entropy(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`F.cross_entropy`, and through it `nn.CrossEntropyLoss`, on a sharded class dim."""
+    """`F.cross_entropy`, and through it `nn.CrossEntropyLoss`, on a sharded dim."""
+    x = args[0]
+    if not isinstance(x, ShardedTensor) or x.sharding.dim != min(x.dim() - 1, 1):
+        return sample_losses.cross_entropy(func, args, kwargs)
     return parallel_cross_entropy(*args, **kwargs)
 
 

@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 from torchshard.distributed import ops
+from torchshard.distributed.agreement import expect_alike
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import LayoutError, ShapeError
 from torchshard.layout import Ranges
@@ -125,15 +126,18 @@ def parallel_linear_cross_entropy(
     """
     group = resolve_group(group)
     ranges = ranges or class_ranges(linear_weight, group)
-    input = ops.enter("input", input, group)
     ignore_index = -100 if ignore_index is None else ignore_index
+    criterion = Criterion(ignore_index, reduction, label_smoothing, lse_square_scale)
+    given = {"input": input, "target": target, "weight": weight, "options": criterion}
+    expect_alike("parallel_linear_cross_entropy", given, group)
+    input = ops.enter(input, group)
     loss, lse = linear_cross_entropy_of_shard(
         input,
         linear_weight,
         target,
         linear_bias,
         weight,
-        criterion=Criterion(ignore_index, reduction, label_smoothing, lse_square_scale),
+        criterion=criterion,
         chunk_bytes=chunk_bytes,
         ranges=ranges,
         group=group,

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchshard.distributed import ops
+from torchshard.distributed.agreement import expect_alike
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
 from torchshard.errors import ShapeError
 from torchshard.layout import Ranges, balanced_ranges
@@ -88,13 +89,16 @@ def parallel_margin_cross_entropy(
     """
     group = resolve_group(group)
     ranges = ranges or class_ranges(centres, group)
-    input = ops.enter("input", input, group)
+    criterion = Criterion(ignore_index, reduction)
+    given = {"input": input, "target": target, "options": (criterion, sample_rate)}
+    expect_alike("parallel_margin_cross_entropy", given, group)
+    input = ops.enter(input, group)
     return margin_cross_entropy_of_shard(
         input,
         centres,
         target,
         margin,
-        criterion=Criterion(ignore_index, reduction),
+        criterion=criterion,
         sample_rate=sample_rate,
         sparse=sparse,
         chunk_bytes=chunk_bytes,

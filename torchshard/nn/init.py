@@ -16,7 +16,9 @@ from torch import Tensor
 from torchshard.distributed import collectives
 from torchshard.distributed.groups import model_group
 from torchshard.errors import StateError
-from torchshard.owners import owner_of
+from torchshard.owners import owner_of, owner_of_data
+from torchshard.tensor.filling import fill_as_whole
+from torchshard.tensor.parameter import ShardedParameter
 
 calculate_gain = torch.nn.init.calculate_gain
 
@@ -86,8 +88,8 @@ def shard_init_helper_(
 
     Args:
         init_method: A function of `torch.nn.init`, or one that fills a tensor in place.
-        tensor: The parameter or buffer of a sharded layer: `layer.weight` itself, neither
-            `.data` nor a view. In a group of one, any tensor.
+        tensor: The parameter or buffer of a sharded layer, or a parameter's `.data`, not
+            another view. In a group of one, any tensor.
         kwargs: More arguments of `init_method`.
 
     Returns:
@@ -102,12 +104,15 @@ def shard_init_helper_(
         >>> shard_init_helper_(torch.nn.init.constant_, layer.bias, val=0.5)[0].item()
         0.5
     """
-    place = owner_of(tensor)
+    if tensor.is_meta:
+        return tensor
+    if isinstance(tensor, ShardedParameter):
+        fill_as_whole(init_method, tensor.to_local(), tensor.sharding, **kwargs)
+        return tensor
+    place = owner_of(tensor) or owner_of_data(tensor)
     if place is None:
         _expect_group_of_one(tensor)
         init_method(tensor, **kwargs)
-        return tensor
-    if tensor.is_meta:
         return tensor
     layer, name = place
     whole = torch.empty(layer.specs[name].shape, dtype=tensor.dtype)
@@ -123,7 +128,7 @@ def _expect_group_of_one(tensor: Tensor) -> None:
     if size > 1:
         raise StateError(
             f"The tensor of shape {tuple(tensor.shape)} belongs to no sharded layer, so its"
-            f" place among the {size} ranks is unknown. Pass a layer's parameter itself"
-            " (layer.weight, not layer.weight.data or a view), and a tensor that is equal"
-            " on all ranks to torch.nn.init."
+            f" place among the {size} ranks is unknown. Pass a layer's parameter"
+            " (layer.weight, not a view), and a tensor that is equal on all ranks to"
+            " torch.nn.init."
         )

@@ -9,16 +9,19 @@
     keys, features      an error: each weight needs them all
 
 Dropout is drawn from the rank's own random stream, as for every shard: masks of different
-ranks are independent, and are not those that one device would draw.
+ranks are independent, and are not those that one device would draw. A compiled graph has one
+stream for all ranks, so there attention with dropout goes by steps, of which dropout is one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchshard.distributed.random import shard_rng
 from torchshard.layout import Ranges
@@ -27,6 +30,7 @@ from torchshard.tensor.products import product
 from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
+    asked,
     bound,
     first_sharded,
     local_call,
@@ -60,6 +64,8 @@ def _attention(
     given = dict(zip(_ARGUMENTS, bound(args, kwargs, **_ARGUMENTS), strict=True))
     query, key, value, mask = (given.pop(name) for name in list(_ARGUMENTS)[:4])
     drops = given["dropout_p"] > 0
+    if drops and torch.compiler.is_compiling():
+        return _by_steps(query, key, value, mask, given)
 
     def check(divided: Division) -> None:
         if divided.label == "query" and given["is_causal"]:
@@ -91,6 +97,33 @@ def _attention(
     return product(
         _NAME, compute, factors, labels, output, broadcasts=True, check=check
     )
+
+
+def _by_steps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    given: dict[str, Any],
+) -> Tensor:
+    """Attend as torch documents it, each step by its own rule; the weights are formed."""
+    if given["enable_gqa"]:
+        sharding = first_sharded([query, key, value, mask]).sharding
+        raise mixes(_NAME, sharding, "of grouped heads cannot drop in a compiled graph")
+    scale = given["scale"] or 1 / math.sqrt(query.shape[-1])
+    scores = asked(torch.matmul, query, asked(torch.transpose, key, -2, -1))
+    scores = asked(torch.mul, scores, scale)
+    if given["is_causal"]:
+        mask = torch.ones(
+            whole_shape(scores)[-2:], dtype=torch.bool, device=query.device
+        ).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = asked(torch.where, mask, scores, -math.inf)
+    elif mask is not None:
+        scores = asked(torch.add, scores, mask)
+    weights = asked(torch.softmax, scores, -1)
+    dropped = asked(F.dropout, weights, given["dropout_p"])
+    return cast(Tensor, asked(torch.matmul, dropped, value))
 
 
 def _expect_local(factor: Tensor, labels: Labels) -> None:

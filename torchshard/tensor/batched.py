@@ -1,4 +1,7 @@
-"""Functions that are local as long as the sharded dim is one they treat as a batch: pools, pad."""
+"""Functions that are local as long as the sharded dim is one they treat as a batch.
+
+Pools, resizing and shuffles of pixels take the last dims; functions of matrices the last two.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torchshard.tensor.sharded import (
     ShardedTensor,
-    first_sharded,
+    expect_first,
+    local_call,
     mark,
     mixes,
     rule,
@@ -30,19 +34,50 @@ _POOLS = {
 }
 
 
-@rule(_POOLS)
+_SHUFFLES = {
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), 3),
+    **dict.fromkeys(("channel_shuffle", "native_channel_shuffle"), 3),
+}
+
+
+@rule([*_POOLS, *_SHUFFLES, "interpolate"])
 def _pool(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Pool over positions: the last one, two or three dims."""
-    x = first_sharded(args)
-    num_dims = _POOLS[func.__name__]
+    x, name = args[0], func.__name__
+    expect_first(name, x, [*args, *kwargs.values()])
+    num_dims = {**_POOLS, **_SHUFFLES}.get(name, x.dim() - 2)
     if x.sharding.dim >= x.dim() - num_dims:
-        raise mixes(func.__name__, x.sharding, "pools over it")
+        raise mixes(name, x.sharding, "pools over it" if name in _POOLS else "")
     result = _of_something(func, x, args, kwargs)
     if isinstance(result, Tensor):
         return mark(result, x.sharding)
     return tuple(mark(part, x.sharding) for part in result)
+
+
+_MATRIX = """
+    triu tril inverse linalg_inv linalg_inv_ex det linalg_det logdet slogdet linalg_slogdet
+    linalg_cholesky linalg_cholesky_ex linalg_qr linalg_svdvals linalg_eigvalsh
+    linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power linalg_matrix_norm
+    """.split()
+
+
+@rule(_MATRIX)
+def _matrix(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Functions of the matrices in the last two dims."""
+    x, name = args[0], func.__name__
+    expect_first(name, x, [*args, *kwargs.values()])
+    if x.sharding.dim >= x.dim() - 2:
+        raise mixes(name, x.sharding, "needs whole matrices")
+    if name == "linalg_matrix_norm" and len(args) + len(kwargs) > 2:
+        raise mixes(name, x.sharding, "of named dims has no rule")
+    result = local_call(func, args, kwargs)
+    if isinstance(result, Tensor):
+        return mark(result, x.sharding)
+    return type(result)([mark(part, x.sharding) for part in result])
 
 
 def _of_something(

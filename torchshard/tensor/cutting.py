@@ -17,6 +17,7 @@ from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
     bound,
+    expect_first,
     first_sharded,
     local_call,
     mark,
@@ -32,6 +33,7 @@ def _along_another_dim(
 ) -> Any:
     """Take apart or reorder along a dim that is whole."""
     x, name = args[0], func.__name__
+    expect_first(name, x, [*args, *kwargs.values()])
     dim = _dim_of(name, args[1:], kwargs)
     if dim is None:
         raise mixes(name, x.sharding, "without dims flattens the tensor")
@@ -71,6 +73,7 @@ def _split(
 ) -> tuple[Tensor, ...]:
     """Cut along a dim that is whole, or between the blocks of a packed one."""
     x, name = args[0], func.__name__
+    expect_first(name, x, [*args, *kwargs.values()])
     second = _SECOND[name]
     given = {_ALIASES.get(key, key): value for key, value in kwargs.items()}
     sections, dim = bound(args[1:], given, **{second: None}, dim=0)
@@ -99,9 +102,9 @@ _ALIASES = {
 def _cuts(name: str, sections: Any, sharding: Sharding) -> list[int]:
     """Return where torch would cut the whole dim, 0 and its size included."""
     size = sharding.ranges.size
+    if isinstance(sections, Tensor):
+        sections = sections.tolist()  # a number of parts, or where to cut
     if not isinstance(sections, int):
-        if isinstance(sections, Tensor):
-            sections = sections.tolist()
         if name == "tensor_split":
             return [0, *(slice(index).indices(size)[1] for index in sections), size]
         if sum(sections) != size:

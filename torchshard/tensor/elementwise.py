@@ -17,6 +17,7 @@ from torch import Tensor
 from torchshard.distributed import collectives, ops
 from torchshard.distributed.random import shard_rng
 from torchshard.errors import ShapeError, ShardedOpError
+from torchshard.tensor.compiler import seen_in_graphs
 from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
@@ -26,6 +27,7 @@ from torchshard.tensor.sharded import (
     local_call,
     mark,
     mixes,
+    recalled,
     rule,
     whole_shape,
 )
@@ -59,6 +61,13 @@ _RANDOM = """
     """.split()
 
 
+_PLACES = (torch, F)
+seen_in_graphs([torch.rand_like, torch.randn_like, torch.randint_like])
+seen_in_graphs(
+    vars(place)[name] for place in _PLACES for name in _IN_PLACE if name in vars(place)
+)
+
+
 @rule(_NAMES)
 def pointwise(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -75,7 +84,10 @@ def in_place(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Write into the shard; a plain tensor cannot take the values of a shard."""
-    expect_first(func.__name__, args[0], [*args, *kwargs.values()])
+    name, x = func.__name__, args[0]
+    expect_first(name, x, [*args, *kwargs.values()])
+    if name == "detach_" and x.requires_grad:
+        raise mixes(name, x.sharding, "would cut off a view; use detach()")
     return pointwise(func, args, kwargs)
 
 
@@ -168,12 +180,16 @@ def aligned(name: str, value: Any, sharding: Sharding) -> Any:
         return value
     if isinstance(value, ShardedTensor):
         return _same_split(name, value, sharding)
-    if value.dim() < -sharding.dim or value.shape[sharding.dim] == 1:
-        return ops.enter(f"a tensor beside a shard in {name}", value, sharding.group)
-    if value.shape[sharding.dim] == sharding.ranges.size:
+    has_dim = value.dim() >= -sharding.dim
+    if has_dim and value.shape[sharding.dim] == sharding.ranges.size:
         return ops.scatter(
             value, sharding.dim, ranges=sharding.ranges, group=sharding.group
         )
+    if not has_dim or value.shape[sharding.dim] == 1:
+        return ops.enter(value, sharding.group)
+    known = recalled(value)
+    if known is not value:
+        return _same_split(name, known, sharding)
     raise ShapeError(
         f"{name}: a plain tensor of size {value.shape[sharding.dim]} in dim"
         f" {sharding.dim} meets a tensor of {sharding.ranges.size} indices spread over"

@@ -114,7 +114,7 @@ def _divided_rows(table: Tensor) -> Sharding | None:
     return None
 
 
-def _own_ids(ids: Tensor, rows: Sharding) -> tuple[Tensor, Tensor]:
+def own_ids(ids: Tensor, rows: Sharding) -> tuple[Tensor, Tensor]:
     """Return which ids this rank holds, and where; the others at place 0."""
     own, places, place = torch.zeros_like(ids, dtype=torch.bool), ids * 0, 0
     for start, stop in rows.ranges.per_rank[rows.group.rank]:
@@ -124,7 +124,7 @@ def _own_ids(ids: Tensor, rows: Sharding) -> tuple[Tensor, Tensor]:
     return own, places
 
 
-def _never_empty(table: Tensor, rows: Sharding) -> Tensor:
+def never_empty(table: Tensor, rows: Sharding) -> Tensor:
     """Return the rows that this rank holds, or one of zeros: a foreign id looks one up."""
     if rows.length:
         return table
@@ -143,13 +143,13 @@ def _own_rows(
 
     With `only_own` foreign ids look up nothing, where a gradient would show it.
     """
-    own, places = _own_ids(ids, rows)
+    own, places = own_ids(ids, rows)
     row_mask = own.reshape(*own.shape, *[1] * (table.dim() - 1))
     if only_own:
         found = look_up(places[own], table)
         zeros = found.new_zeros(*ids.shape, *table.shape[1:])
         return zeros.masked_scatter(row_mask, found)
-    return torch.where(row_mask, look_up(places, _never_empty(table, rows)), 0)
+    return torch.where(row_mask, look_up(places, never_empty(table, rows)), 0)
 
 
 _BAG: dict[str, Any] = {
@@ -229,7 +229,7 @@ def _own_bags(
     Ids that do not count here go to a bag of their own behind the others, so that the row
     which they look up, infinite or nan, is in no sum.
     """
-    own, places = _own_ids(ids, rows)
+    own, places = own_ids(ids, rows)
     counted = own & (ids != _padding(given, rows))
     bags, num_bags = _bag_of_each(ids, given)
     bags, order = torch.where(counted, bags, num_bags).flatten().sort(stable=True)
@@ -237,7 +237,7 @@ def _own_bags(
     weight = weights[0] if weights else table.new_ones(())
     sums = F.embedding_bag(
         places.flatten()[order].long(),
-        _never_empty(table, rows),
+        never_empty(table, rows),
         starts,
         mode="sum",
         per_sample_weights=torch.where(counted, weight, 0).flatten()[order],

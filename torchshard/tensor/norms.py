@@ -130,7 +130,11 @@ def _squares(x: Tensor, dims: list[int], sharding: Sharding) -> tuple[int, Tenso
 
 
 def shared_moments(
-    x: Tensor, dims: list[int], sharding: Sharding
+    x: Tensor,
+    dims: list[int],
+    sharding: Sharding,
+    *,
+    grad: ops.GatherGrad = "shards",
 ) -> tuple[Tensor, Tensor]:
     """Return mean and variance of the whole over `dims`, which are kept; one all-gather.
 
@@ -138,6 +142,7 @@ def shared_moments(
         x: This rank's part, plain, in the dtype to sum in.
         dims: What is averaged over, the divided dim `sharding.dim` among them.
         sharding: How that dim is divided; every index by one rank.
+        grad: Who reads them: compute on shards, or on whole tensors.
     """
     group, lengths = sharding.group, sharding.ranges.lengths
     num_others = prod([x.shape[dim] for dim in dims if dim != sharding.dim])
@@ -145,7 +150,8 @@ def shared_moments(
     squares = (x - own_mean).square().sum(dims, True)
     each = ranges_of_lengths([1] * group.size)
     own = torch.stack([own_mean, squares]).unsqueeze(0)
-    means, sums = ops.all_gather(own, 0, ranges=each, group=group).unbind(1)
+    rows = ops.gather(own, 0, grad=grad, ranges=each, group=group)
+    means, sums = rows.unbind(1)
     share = x.new_tensor(lengths).div_(max(sharding.ranges.size, 1))
     share = share.reshape(-1, *[1] * x.dim())
     mean = (means * share).sum(0)

@@ -18,8 +18,6 @@ being broken.
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
@@ -28,26 +26,40 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_map
-from torchshard.distributed import collectives, ops
+from torchshard.distributed import ops
+from torchshard.distributed.transforms import (
+    expect_asked,
+)
 from torchshard.errors import ShapeError, ShardedOpError
-from torchshard.initializer import Part, StreamInitializer
 from torchshard.optimizer_state import watch_state
 from torchshard.tensor import elementwise
+from torchshard.tensor.asker import (
+    INIT,
+    KEEPERS,
+    NORM_TAKERS,
+    asking_module,
+    calling_frame,
+    inside,
+    runs_a_layer_again,
+)
+from torchshard.tensor.attributes import PLAIN, getter
+from torchshard.tensor.backward import run_backward
+from torchshard.tensor.compiler import compiler_looks, uncompiled
 from torchshard.tensor.dtensors import in_form, wanted_form
+from torchshard.tensor.filling import fill_as_whole, fill_in_stream
+from torchshard.tensor.gradient import (
+    ShardedGradient,
+    known_as_gradient,
+    known_as_plain,
+)
 from torchshard.tensor.sharded import (
     ANSWERS_FIRST,
-    PLAIN,
     RULES,
     ShardedTensor,
     Sharding,
     compiled_call,
-    compiler_looks,
-    getter,
-    is_in_backward,
     local_call,
     mark,
-    run_backward,
-    uncompiled,
     whole,
 )
 
@@ -79,48 +91,6 @@ _FILLS = frozenset(
 )
 _STREAMED = frozenset(["uniform_", "normal_"])
 """Fills whose numbers for a tensor are those of its chunks, one after the other."""
-
-_PASSED_THROUGH = frozenset(
-    [
-        "torch.overrides",
-        "torch._tensor",
-        "torch.functional",
-        "torch.nn.functional",
-        __name__,
-    ]
-)
-_KEEPERS = (
-    "torch.optim",
-    "torch.distributed",
-    "torch.nn.modules.module",
-    "torch.nn.parameter",
-    "torch.nn.parallel",
-    "torch.serialization",
-    "torch.storage",
-    "torch.multiprocessing",
-    "torch.testing",
-    "torch.amp",
-    "torch.cuda",
-    "torch._",
-    "torchshard",
-)
-_NORM_TAKERS = frozenset(["torch.nn.utils.clip_grad", "torch.amp.grad_scaler"])
-_INIT = "torch.nn.init"
-_WHOLE_ONLY = frozenset(
-    """
-    trunc_normal_ _no_grad_trunc_normal_ orthogonal_ sparse_ eye_ dirac_
-    """.split()
-)
-"""Functions of `torch.nn.init` that do more than fill a tensor by its fans."""
-
-
-class _Inside(threading.local):
-    """How many layers' forwards this thread is inside of."""
-
-    depth = 0
-
-
-inside = _Inside()
 
 
 class ShardedParameter(nn.Parameter):
@@ -174,8 +144,9 @@ class ShardedParameter(nn.Parameter):
         if isinstance(func, torch._ops.OpOverload):
             return compiled_call(func, args, kwargs)
         name = func.__name__
-        if inside.depth or _runs_a_layer_again():
+        if inside.depth or runs_a_layer_again():
             return _inside_a_layer(func, types, args, kwargs)
+        expect_asked(name)
         if name in _LOCAL:
             return _fact(func, args, kwargs)
         if name == "__get__":
@@ -184,14 +155,14 @@ class ShardedParameter(nn.Parameter):
             return _set_attribute(func, args, kwargs)
         if name in ("backward", "grad"):
             return run_backward(func, args, kwargs)
-        asker = _asker()
-        if asker.startswith(_KEEPERS):
+        asker = asking_module()
+        if asker.startswith(KEEPERS):
             return local_call(func, args, kwargs)
-        if getattr(func, "__module__", None) == _INIT:
+        if getattr(func, "__module__", None) == INIT:
             return _initialised(func, args, kwargs)
         if name in _FILLS and isinstance(args[0], ShardedParameter):
             return _filled(func, args, kwargs)
-        if asker == _INIT and RULES.get(name) is elementwise.in_place:
+        if asker == INIT and RULES.get(name) is elementwise.in_place:
             return local_call(func, args, kwargs)
         return _computed(func, args, kwargs)
 
@@ -228,43 +199,6 @@ def marked(parameter: ShardedParameter) -> Tensor:
     return mark(shard, sharding)
 
 
-def _asker() -> str:
-    """Return the name of the module that called a function of torch; empty when compiled.
-
-    Raises:
-        ShardedOpError: If it is a function of `torch.nn.init` that needs the whole tensor.
-    """
-    frame = None if torch.compiler.is_compiling() else _calling_frame()
-    if frame is None:
-        return ""
-    name: str = frame.f_globals.get("__name__", "")
-    function = frame.f_code.co_name
-    if name == _INIT and function in _WHOLE_ONLY:
-        public = function.removeprefix("_no_grad_")
-        raise ShardedOpError(
-            f"torch.nn.init.{public} was given a parameter of which this rank holds a shard,"
-            f" and works on whole tensors. Call torchshard.nn.init.{public}, with the same"
-            " arguments and the same values on one device."
-        )
-    return name
-
-
-def _calling_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") in _PASSED_THROUGH:
-        frame = frame.f_back
-    return frame
-
-
-def _runs_a_layer_again() -> bool:
-    """Return whether backward runs the forward of a layer again, for a checkpoint in it."""
-    if torch.compiler.is_compiling() or not is_in_backward():
-        return False
-    frame = _calling_frame()
-    asker = None if frame is None else frame.f_locals.get("self")
-    return "local_forward" in dir(type(asker))
-
-
 def _plain(value: Any) -> Any:
     return value.to_local() if isinstance(value, ShardedParameter) else value
 
@@ -295,10 +229,10 @@ def _by_rule(
 def _fact(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if func.__name__ in _WHOLE_FACTS and _asker() == _INIT:
+    if func.__name__ in _WHOLE_FACTS and asking_module() == INIT:
         return _by_rule(func, (marked(args[0]), *args[1:]), kwargs)
     value = local_call(func, args, kwargs)
-    if func is torch.Tensor.detach and _asker() == "torch.nn.modules.module":
+    if func is torch.Tensor.detach and asking_module() == "torch.nn.modules.module":
         # A plain module saves what it shares with a layer.
         return in_form(value, args[0].sharding, wanted_form())
     return value
@@ -309,22 +243,53 @@ def _attribute(
 ) -> Any:
     """Attributes are the shard's, but for who takes norms of gradients or counts fans."""
     (parameter,) = args
-    if func == _SHAPE and _asker() == _INIT:
-        return _by_rule(func, (marked(parameter),), {})
+    if func == _SHAPE:
+        asker = asking_module()
+        if asker == INIT:
+            return _by_rule(func, (marked(parameter),), {})
+        if asker == "torch.nn.utils.parametrize":
+            raise ShardedOpError(
+                "torch.nn.utils.parametrize was given a parameter of which this rank holds a"
+                " shard; a parametrization would see that alone. Work it out of the whole in"
+                " the forward of a module around the layer, from weight.full(), or leave the"
+                " layer whole."
+            )
     if func in _VIEWS:
         return _by_rule(func, (marked(parameter),), {})
     value = local_call(func, args, kwargs)
-    if func == _IS_LEAF and _asker() == "torch.optim.optimizer":
-        _become_known(_calling_frame())
+    if func == _IS_LEAF and asking_module() == "torch.optim.optimizer":
+        _become_known(calling_frame())
     if func not in (_GRAD, _DATA) or torch.compiler.is_compiling():
         return value
-    asker = _asker()
-    is_dense = type(value) is Tensor and not value.is_sparse
-    if func == _GRAD and is_dense and asker in _NORM_TAKERS:
-        return mark(value.view_as(value), parameter.sharding)
+    asker = asking_module()
+    if func == _GRAD and type(value) in (Tensor, ShardedGradient):
+        return _gradient_for(asker, value, parameter.sharding)
     if func == _DATA and not asker.startswith("torch"):
         return known_as_shard(nn.Parameter(value, False), parameter.sharding)
     return value
+
+
+def _gradient_for(asker: str, grad: Tensor, sharding: Sharding) -> Tensor:
+    """Return the gradient as the module that asks for it takes it.
+
+    Raises:
+        ShardedOpError: If torch's own gradient scaler asks for a sparse one, of which it would
+            look for infinities on this rank alone.
+    """
+    if asker in NORM_TAKERS and not grad.is_sparse:
+        return mark(grad.view_as(grad), sharding)
+    if asker == "torch.amp.grad_scaler":
+        frame = calling_frame()
+        scaler = None if frame is None else frame.f_locals.get("self")
+        if type(scaler).__module__.startswith("torch."):
+            raise ShardedOpError(
+                "torch.amp.GradScaler was given a parameter of which this rank holds a shard"
+                " and whose gradient is sparse: an overflow in it would skip the step on"
+                " this rank alone. Use torchshard.amp.GradScaler, with the same arguments."
+            )
+    if asker in NORM_TAKERS or asker.startswith(KEEPERS):
+        return known_as_plain(grad)
+    return known_as_gradient(grad, sharding)
 
 
 def _set_attribute(
@@ -334,12 +299,13 @@ def _set_attribute(
     parameter, value = args
     if func == torch.Tensor.data.__set__ and isinstance(value, Tensor):  # type: ignore[attr-defined]
         own = local_call(_SHAPE, (parameter,), {})
-        if value.shape != own and not _asker().startswith("torch"):
+        if value.shape != own and not asking_module().startswith("torch"):
             raise ShapeError(
                 f"weight.data = ... was given shape {tuple(value.shape)}; the parameter is"
                 f" this rank's shard, of shape {tuple(own)}. Load whole values with"
                 " layer.load_state_dict, or weight.copy_(whole) under torch.no_grad()."
             )
+    value = known_as_plain(value) if isinstance(value, ShardedGradient) else value
     local_call(func, (parameter, _plain(value)), kwargs)
 
 
@@ -354,61 +320,25 @@ _SHAPE, _GRAD, _DATA, _IS_LEAF = map(getter, ("shape", "grad", "data", "is_leaf"
 _VIEWS = list(map(getter, ("T", "mT", "H", "mH", "real", "imag")))
 
 
-class _Fill(StreamInitializer):
-    """The numbers of one of torch's random fills."""
-
-    def __init__(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-
-    def draw(self, buffer: Tensor) -> None:
-        self.func(buffer, *self.args, **self.kwargs)
-
-
-def _part(parameter: ShardedParameter) -> Part:
-    sharding = parameter.sharding
-    shape = list(parameter.shape)
-    shape[sharding.dim] = sharding.ranges.size
-    return Part(
-        tuple(shape), sharding.dim, sharding.ranges.per_rank[sharding.group.rank]
-    )
-
-
 def _filled(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """Fill with this rank's part of the numbers of the whole, drawn on the CPU."""
+) -> ShardedParameter:
+    """Fill with this rank's part of the numbers of the whole."""
     parameter, *rest = args
-    if func.__name__ in _STREAMED:
-        with torch.no_grad():
-            _Fill(func, rest, kwargs).fill(_plain(parameter), _part(parameter))
-        return cast(Tensor, parameter)
-    return _of_the_whole(func, parameter, rest, kwargs)
-
-
-@torch.no_grad()
-def _of_the_whole(
-    func: Callable[..., Any],
-    parameter: ShardedParameter,
-    args: Iterable[Any],
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """Set the shard to its part of a whole tensor that `func` fills, on the CPU."""
-    values = torch.empty(_part(parameter).shape, dtype=parameter.dtype)
-    func(values, *args, **kwargs)
-    sharding = parameter.sharding
-    own = collectives.own_shard(values, sharding.dim, sharding.ranges, sharding.group)
-    _plain(parameter).copy_(own)
-    return parameter
+    fill = fill_in_stream if func.__name__ in _STREAMED else fill_as_whole
+    fill(func, _plain(parameter), parameter.sharding, *rest, **kwargs)
+    return cast(ShardedParameter, parameter)
 
 
 def _initialised(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+) -> ShardedParameter:
     """Answer those functions of `torch.nn.init` that ask a tensor itself."""
     kwargs = dict(kwargs)
     parameter = kwargs.pop("tensor") if "tensor" in kwargs else args[0]
     rest = args[1:] if "tensor" not in kwargs and not kwargs else ()
-    return _of_the_whole(func, parameter, rest, kwargs)
+    fill_as_whole(func, _plain(parameter), parameter.sharding, *rest, **kwargs)
+    return cast(ShardedParameter, parameter)
 
 
 def _computed(
@@ -463,7 +393,6 @@ def _with_kin_marked(
 
 __all__ = [
     "ShardedParameter",
-    "inside",
     "known_as_shard",
     "known_as_whole",
     "marked",

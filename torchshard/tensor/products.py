@@ -167,8 +167,20 @@ def _bilinear(
     first, second, weight, bias = bound(args, kwargs, **names)
     batch = tuple(range(first.dim() - 1))
     labels = ((*batch, "in1"), (*batch, "in2"), ("out", "in1", "in2"))
-    factors = (first, second, weight)
-    return product("bilinear", func, factors, labels, (*batch, "out"), addend=bias)
+
+    def check(divided: Division) -> None:
+        if divided.label in ("in1", "in2"):  # torch 2.13 cannot shape a part of none
+            divided.expect_some("bilinear")
+
+    return product(
+        "bilinear",
+        func,
+        (first, second, weight),
+        labels,
+        (*batch, "out"),
+        addend=bias,
+        check=check,
+    )
 
 
 @rule(["cdist"])

@@ -30,14 +30,15 @@ from torchshard.tensor.sharded import (
 )
 
 
-def _reduced_dims(x: ShardedTensor, dim: Any) -> list[int]:
+def reduced_dims(x: ShardedTensor, dim: Any) -> list[int]:
+    """Return the dims that a reduction names, from the front; all of them without one."""
     if dim is None or (not isinstance(dim, int) and not len(dim)):
         return list(range(x.dim()))
     dims = [dim] if isinstance(dim, int) else list(dim)
     return [wrapped_dim(x, value) for value in dims]
 
 
-def _arguments(
+def reduced_arguments(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -48,7 +49,7 @@ def _arguments(
     return args[0], dict(zip(names, args[1:], strict=False)) | kwargs
 
 
-def _mixes_sharded(name: str, x: ShardedTensor, dims: list[int]) -> bool:
+def mixes_sharded(name: str, x: ShardedTensor, dims: list[int]) -> bool:
     """Return whether `dims` hold the sharded one, and check that each index counts once."""
     if x.sharding.dim in dims and x.sharding.ranges.overlaps:
         raise mixes(
@@ -57,13 +58,16 @@ def _mixes_sharded(name: str, x: ShardedTensor, dims: list[int]) -> bool:
     return x.sharding.dim in dims
 
 
-def _marked(result: Tensor, x: ShardedTensor, dims: list[int], keepdim: bool) -> Tensor:
+def marked_rest(
+    result: Tensor, x: ShardedTensor, dims: list[int], keepdim: bool
+) -> Tensor:
     """Mark what is left of `x` after `dims`, none of them sharded, were reduced."""
     gone = 0 if keepdim else sum(dim < x.sharding.dim for dim in dims)
     return mark(result, x.sharding.at(x.sharding.dim - gone))
 
 
-def _squeezed(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+def squeezed(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    """Return a result that still has the reduced dims as `keepdim` wants it."""
     return x if keepdim else x.squeeze(tuple(dims))
 
 
@@ -72,7 +76,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _torch_dtype(func: Callable[..., Any], x: ShardedTensor, *args: Any) -> torch.dtype:
+def torch_dtype(func: Callable[..., Any], x: ShardedTensor, *args: Any) -> torch.dtype:
     """Return the dtype of torch's own result, which autocast may choose."""
     example = local_call(func, (x.to_local().new_empty(1), *args), {})
     return cast(torch.dtype, example.dtype)
@@ -82,12 +86,12 @@ def _torch_dtype(func: Callable[..., Any], x: ShardedTensor, *args: Any) -> torc
 def _sum(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    x, named = _arguments(func, args, kwargs, "dim", "keepdim")
-    dims = _reduced_dims(x, named.get("dim"))
+    x, named = reduced_arguments(func, args, kwargs, "dim", "keepdim")
+    dims = reduced_dims(x, named.get("dim"))
     keepdim = named.get("keepdim", False)
-    if not _mixes_sharded(func.__name__, x, dims):
-        return _marked(local_call(func, args, kwargs), x, dims, keepdim)
-    dtype = named.get("dtype") or _torch_dtype(func, x)
+    if not mixes_sharded(func.__name__, x, dims):
+        return marked_rest(local_call(func, args, kwargs), x, dims, keepdim)
+    dtype = named.get("dtype") or torch_dtype(func, x)
     partial = local_call(torch.sum, (x, dims, keepdim), {"dtype": wide(dtype)})
     result = ops.reduce(partial, x.sharding.group)
     if func.__name__ == "mean":
@@ -101,21 +105,21 @@ def _norm(
 ) -> Tensor:
     """The p-norm: (sum |x|^p)^(1/p), or the largest |x| for p = inf."""
     first = "p" if func.__name__ == "norm" else "ord"
-    x, named = _arguments(func, args, kwargs, first, "dim", "keepdim")
-    dims, keepdim = _reduced_dims(x, named.get("dim")), named.get("keepdim", False)
-    if not _mixes_sharded("norm", x, dims):
-        return _marked(local_call(func, args, kwargs), x, dims, keepdim)
+    x, named = reduced_arguments(func, args, kwargs, first, "dim", "keepdim")
+    dims, keepdim = reduced_dims(x, named.get("dim")), named.get("keepdim", False)
+    if not mixes_sharded("norm", x, dims):
+        return marked_rest(local_call(func, args, kwargs), x, dims, keepdim)
     order = named.get(first, 2)
     order = 2 if order in (None, "fro") else order
     if not isinstance(order, int | float) or order <= 0:
         raise mixes("norm", x.sharding, f"of order {order!r} has no rule")
-    dtype = named.get("dtype") or _torch_dtype(func, x)
+    dtype = named.get("dtype") or torch_dtype(func, x)
     magnitudes = x.to_local().to(wide(dtype)).abs()
     if order == float("inf"):
         largest = _whole_extreme(mark(magnitudes, x.sharding), dims, True)
-        return _squeezed(largest, dims, keepdim).to(dtype)
+        return squeezed(largest, dims, keepdim).to(dtype)
     powers = ops.reduce(magnitudes.pow(order).sum(dims, True), x.sharding.group)
-    return _squeezed(_root(powers, order), dims, keepdim).to(dtype)
+    return squeezed(root(powers, order), dims, keepdim).to(dtype)
 
 
 @rule(["_foreach_norm"])
@@ -151,16 +155,16 @@ def _normalize(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Divide by max(p-norm, eps): over the sharded dim with the whole's norm, one all-reduce."""
-    x, named = _arguments(func, args, kwargs, "p", "dim", "eps")
+    x, named = reduced_arguments(func, args, kwargs, "p", "dim", "eps")
     dim = wrapped_dim(x, named.get("dim", 1))
-    if not _mixes_sharded("normalize", x, [dim]):
+    if not mixes_sharded("normalize", x, [dim]):
         return mark(local_call(func, args, kwargs), x.sharding)
     norm = _norm(torch.norm, (x, named.get("p", 2.0), dim, True), {})
     length = ops.copy(norm.clamp_min(named.get("eps", 1e-12)), x.sharding.group)
     return mark(x.to_local() / length, x.sharding)
 
 
-def _root(powers: Tensor, order: float) -> Tensor:
+def root(powers: Tensor, order: float) -> Tensor:
     """Return `powers ** (1 / order)`, whose gradient at 0 is 0, as that of torch's norms."""
     nothing = powers == 0
     return torch.where(nothing, 0, torch.where(nothing, 1, powers).pow(1 / order))
@@ -170,14 +174,14 @@ def _root(powers: Tensor, order: float) -> Tensor:
 def _amax(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    x, named = _arguments(func, args, kwargs, "dim", "keepdim")
-    dims, keepdim = _reduced_dims(x, named.get("dim")), named.get("keepdim", False)
-    if not _mixes_sharded(func.__name__, x, dims):
-        return _marked(local_call(func, args, kwargs), x, dims, keepdim)
+    x, named = reduced_arguments(func, args, kwargs, "dim", "keepdim")
+    dims, keepdim = reduced_dims(x, named.get("dim")), named.get("keepdim", False)
+    if not mixes_sharded(func.__name__, x, dims):
+        return marked_rest(local_call(func, args, kwargs), x, dims, keepdim)
     if 0 in [whole_shape(x)[dim] for dim in dims]:
         return cast(Tensor, local_call(func, args, kwargs))  # torch's own error
     best = _whole_extreme(x, dims, func.__name__ == "amax")
-    return _squeezed(best, dims, keepdim)
+    return squeezed(best, dims, keepdim)
 
 
 class _Picked(torch.autograd.Function):
@@ -280,15 +284,15 @@ def _softmax(
 ) -> Tensor:
     """Over the sharded dim: one all-reduce of the maximum, one of the denominator."""
     name = func.__name__
-    x, named = _arguments(func, args, kwargs, "dim")
+    x, named = reduced_arguments(func, args, kwargs, "dim")
     if named.get("dim") is None:
         raise mixes(name, x.sharding, "needs an explicit dim")
     dim = wrapped_dim(x, named["dim"])
-    if not _mixes_sharded(name, x, [dim]):
+    if not mixes_sharded(name, x, [dim]):
         return mark(local_call(func, args, kwargs), x.sharding)
     given = [named.get("dtype"), *args[2:]]
     dtypes = [value for value in given if isinstance(value, torch.dtype)]
-    dtype = dtypes[0] if dtypes else _torch_dtype(func, x, 0)
+    dtype = dtypes[0] if dtypes else torch_dtype(func, x, 0)
     function = _LogSoftmax if name == "log_softmax" else _Softmax
     local = x.to_local().to(wide(dtype))
     result = function.apply(local, x.sharding)  # type: ignore[no-untyped-call] # torch's
@@ -299,26 +303,26 @@ def _softmax(
 def _logsumexp(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    x, named = _arguments(func, args, kwargs, "dim", "keepdim")
-    dims, keepdim = _reduced_dims(x, named.get("dim")), named.get("keepdim", False)
-    if not _mixes_sharded("logsumexp", x, dims):
-        return _marked(local_call(func, args, kwargs), x, dims, keepdim)
-    dtype = _torch_dtype(func, x, 0)
+    x, named = reduced_arguments(func, args, kwargs, "dim", "keepdim")
+    dims, keepdim = reduced_dims(x, named.get("dim")), named.get("keepdim", False)
+    if not mixes_sharded("logsumexp", x, dims):
+        return marked_rest(local_call(func, args, kwargs), x, dims, keepdim)
+    dtype = torch_dtype(func, x, 0)
     local = x.to_local().to(wide(dtype))
     highest = _highest(local, dims, x.sharding)
     base = torch.where(highest.isinf(), 0, highest)
     partial = (local - base).exp().sum(dims, keepdim=True)
     result = ops.reduce(partial, x.sharding.group).log() + base
-    return _squeezed(result, dims, keepdim).to(dtype)
+    return squeezed(result, dims, keepdim).to(dtype)
 
 
 @rule(["topk"])
 def _topk(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    x, named = _arguments(func, args, kwargs, "k", "dim", "largest", "sorted")
+    x, named = reduced_arguments(func, args, kwargs, "k", "dim", "largest", "sorted")
     dim = wrapped_dim(x, named.get("dim", -1))
-    if not _mixes_sharded("topk", x, [dim]):
+    if not mixes_sharded("topk", x, [dim]):
         result = local_call(func, args, kwargs)
         return type(result)([mark(part, x.sharding) for part in result])
     return _whole_topk(x, named["k"], named.get("largest", True))
@@ -398,13 +402,13 @@ def _whole_indices(places: Tensor, sharding: Sharding) -> Tensor:
 def _argmax(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    x, named = _arguments(func, args, kwargs, "dim", "keepdim")
+    x, named = reduced_arguments(func, args, kwargs, "dim", "keepdim")
     dim, keepdim = named.get("dim"), named.get("keepdim", False)
     if dim is None:
         raise mixes(func.__name__, x.sharding, "needs an explicit dim")
     dim = wrapped_dim(x, dim)
-    if not _mixes_sharded(func.__name__, x, [dim]):
-        return _marked(local_call(func, args, kwargs), x, [dim], keepdim)
+    if not mixes_sharded(func.__name__, x, [dim]):
+        return marked_rest(local_call(func, args, kwargs), x, [dim], keepdim)
     indices = _extreme(x, func.__name__ == "argmax")[1]
     return indices if keepdim else indices.squeeze(dim)
 
@@ -418,15 +422,15 @@ def _max(
     if isinstance(other, Tensor):
         elementwise = torch.maximum if largest else torch.minimum
         return RULES[elementwise.__name__](elementwise, (args[0], other), {})
-    x, named = _arguments(func, args, kwargs, "dim", "keepdim")
+    x, named = reduced_arguments(func, args, kwargs, "dim", "keepdim")
     dim, keepdim = named.get("dim"), named.get("keepdim", False)
     if dim is None:
         return _amax(torch.amax if largest else torch.amin, (x,), {})
     dim = wrapped_dim(x, dim)
     return_type = getattr(torch.return_types, func.__name__)
-    if not _mixes_sharded(func.__name__, x, [dim]):
+    if not mixes_sharded(func.__name__, x, [dim]):
         result = local_call(func, args, kwargs)
-        return return_type([_marked(part, x, [dim], keepdim) for part in result])
+        return return_type([marked_rest(part, x, [dim], keepdim) for part in result])
     pair = _extreme(x, largest)
     return return_type([part if keepdim else part.squeeze(dim) for part in pair])
 

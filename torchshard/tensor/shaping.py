@@ -81,35 +81,59 @@ def _unflatten(
 
 
 def _viewed(name: str, x: ShardedTensor, sizes: tuple[int, ...]) -> Tensor:
-    shape = whole_shape(x)
-    if -1 in sizes:
-        known = -math.prod(sizes)
-        rest = shape.numel() // known if known else 0
-        sizes = tuple(rest if size == -1 else size for size in sizes)
-    if math.prod(sizes) != shape.numel():
-        raise mixes(
-            name,
-            x.sharding,
-            f"to {sizes} does not fit the whole shape {tuple(shape)} (sizes are the"
-            " whole tensor's, or -1)",
-        )
-    dim, ranges = _view_place(name, x.sharding, shape, sizes)
-    sharding = Sharding(dim, ranges, x.sharding.group)
-    local_sizes = (*sizes[:dim], sharding.length, *sizes[dim + 1 :])
-    return mark(local_call(torch.Tensor.reshape, (x, local_sizes), {}), sharding)
+    shape, own_numel = whole_shape(x), x.to_local().numel()
+    for numel in (shape.numel(), own_numel):
+        filled = _filled(sizes, numel)
+        if math.prod(filled) == numel:
+            dim, ranges = _view_place(
+                name, x.sharding, shape, filled, numel != shape.numel()
+            )
+            sharding = Sharding(dim, ranges, x.sharding.group)
+            own_sizes = (*filled[:dim], sharding.length, *filled[dim + 1 :])
+            return mark(local_call(torch.Tensor.reshape, (x, own_sizes), {}), sharding)
+    raise mixes(
+        name,
+        x.sharding,
+        f"to {sizes} does not fit the whole shape {tuple(shape)} (sizes are the"
+        " whole tensor's, or -1)",
+    )
+
+
+def _filled(sizes: tuple[int, ...], numel: int) -> tuple[int, ...]:
+    """Return the sizes of a view of `numel` elements with the one left open, if it fits."""
+    known = -math.prod(sizes)
+    if -1 not in sizes or not known or numel % known:
+        return sizes
+    return tuple(numel // known if size == -1 else size for size in sizes)
 
 
 def _view_place(
-    name: str, sharding: Sharding, shape: Sequence[int], sizes: Sequence[int]
+    name: str,
+    sharding: Sharding,
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    is_own: bool,
 ) -> tuple[int, Ranges]:
-    """Return the dim of the view that is sharded, and who holds what of it."""
+    """Return the dim of the view that is sharded, and who holds what of it.
+
+    Args:
+        name: Of the operation.
+        sharding: Of the tensor.
+        shape: The whole tensor's.
+        sizes: Those of the view, in which the sharded dim has its whole size.
+        is_own: Whether it has this rank's size instead, as scripts write it that compute on
+            shards themselves.
+    """
+    rank = sharding.group.rank
     before = math.prod(shape[: sharding.dim])
     behind = math.prod(shape[sharding.dim + 1 :])
     for dim in _likely_dims(sharding.ranges, before, sizes):
         ranges = _regrouped(sharding.ranges, before, math.prod(sizes[:dim]))
         if ranges is not None:
             ranges = _rescaled(ranges, behind, math.prod(sizes[dim + 1 :]))
-        if ranges is not None and ranges.size == sizes[dim]:
+        if ranges is None:
+            continue
+        if sizes[dim] == (ranges.length(rank) if is_own else ranges.size):
             return dim, ranges
     raise mixes(name, sharding, f"to {tuple(sizes)} would mix or cut it")
 
@@ -256,6 +280,8 @@ def _join(
     """Join along a dim that is whole."""
     tensors, dim = bound(args, kwargs, tensors=None, dim=0)
     x = first_sharded(tensors)
+    if any(tensor.dim() != x.dim() for tensor in tensors):
+        raise mixes(func.__name__, x.sharding, "joins tensors of as many dims")
     stacking = func.__name__ == "stack"
     dim = dim % (x.dim() + 1) if stacking else wrapped_dim(x, dim)
     if not stacking and dim == x.sharding.dim:

@@ -8,19 +8,25 @@ which `torch.f`, `Tensor.f` and `F.f` share.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torchshard.distributed import ops
 from torchshard.distributed.groups import GroupLike, ShardGroup, resolve_group
+from torchshard.distributed.transforms import (
+    expect_asked,
+    is_marked,
+)
 from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.layout import Ranges
+from torchshard.tensor.compiler import compiler_looks, take_marked_inputs, uncompiled
+from torchshard.tensor.composed import python_code
+from torchshard.tensor.sameness import expect_same_operands
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -115,6 +121,7 @@ class ShardedTensor(torch.Tensor):
         group = resolve_group(group)
         if group.size == 1:
             return x
+        take_marked_inputs()
         ranges = ranges or ops.exchanged_ranges(x, dim, group)
         sharding = Sharding(dim % x.dim(), ranges, group)
         if x.shape[dim] != sharding.length:
@@ -153,13 +160,15 @@ class ShardedTensor(torch.Tensor):
         if any(kind in ANSWERS_FIRST for kind in types):
             return NotImplemented
         name = func.__name__
-        args, named = _torch_names(args, kwargs or {})
+        expect_asked(name)
         function = RULES.get(name)
         if function is None:
-            raise _no_rule(name, args, named)
+            return _by_steps(func, args, kwargs or {})
+        args, named = _torch_names(args, kwargs or {})
         if named.pop("out", None) is not None:
             sharding = first_sharded([*args, *named.values()]).sharding
             raise mixes(name, sharding, "has no rule for out=")
+        expect_same_operands(func, args, named)
         return function(func, args, named)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -169,21 +178,6 @@ class ShardedTensor(torch.Tensor):
             f" whole_size={sharding.ranges.size}, rank={sharding.group.rank},"
             f" size={sharding.group.size})"
         )
-
-
-def uncompiled(marked: type[Tensor]) -> None:
-    """Keep torch.compile from making a graph of the class' own dispatch, behind a graph break.
-
-    Inside a graph it is traced as any function is. As a frame of its own, it would be entered
-    again by what its compiled form reads of its arguments (torch 2.13).
-    """
-    code = marked.__torch_function__.__func__.__code__  # type: ignore[attr-defined]
-    frames: Any = torch._C._dynamo.eval_frame
-    if "skip_code" in dir(frames):  # before torch 2.8
-        frames.skip_code(code)
-        return
-    skip = frames._FrameAction.SKIP  # this frame, and what it calls
-    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
 uncompiled(ShardedTensor)
@@ -201,34 +195,32 @@ def compiled_call(
     """
     if not torch.compiler.is_compiling() and not _is_called_by_a_graph():
         given = tree_leaves((args, kwargs))
-        sharding = next(x.sharding for x in given if _knows_its_place(x))
+        sharding = next(x.sharding for x in given if is_marked(x))
         raise mixes(
             str(func), sharding, "is an operator of torch.library, without a rule"
         )
-    return func(*tree_map(_local, args), **tree_map(_local, kwargs))
+    return func(*tree_map(local, args), **tree_map(local, kwargs))
 
 
 _OPERATOR_MODULES = frozenset(["torch._ops", "torch._library.custom_ops", __name__])
 
 
 def _is_called_by_a_graph() -> bool:
-    """Return whether compiled code, or torch itself, called the running operator."""
+    """Return whether compiled code, torch itself or a dispatch mode called the operator.
+
+    A mode, which counts or logs, hands on what it was given.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name not in _OPERATOR_MODULES and not name.endswith(".tensor.parameter"):
-            is_graph = frame.f_code.co_filename.startswith("<eval_with_key>")
-            return is_graph or name.split(".")[0] in ("torch", "torchshard", "")
+            code = frame.f_code
+            is_graph = code.co_filename.startswith("<eval_with_key>")
+            is_graph |= code.co_name == "__torch_dispatch__"
+            is_own = name.split(".")[0] in ("torch", "torchshard", "")
+            return is_graph or (is_own and not name.startswith("torch.testing."))
         frame = frame.f_back
     return False
-
-
-def compiler_looks() -> bool:
-    """Return whether torch.compile itself asks, to describe the storage of a graph's input.
-
-    False inside the graph, where user code asks: there `is_dynamo_compiling` is True.
-    """
-    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def is_in_backward() -> bool:
@@ -243,6 +235,14 @@ def mark(x: Tensor, sharding: Sharding) -> Tensor:
     shard = x.as_subclass(ShardedTensor)
     shard.sharding = sharding
     return shard
+
+
+def recalled(x: Any) -> Any:
+    """Return `x` marked if it is what `torchshard.distributed.scatter` cut along the last dim."""
+    if type(x) is not Tensor:
+        return x
+    place = ops.scattered_as(x)
+    return x if place is None else mark(x, Sharding(*place))
 
 
 def whole(x: Tensor, grad: ops.GatherGrad = "whole") -> Tensor:
@@ -299,11 +299,15 @@ def mixes(name: str, sharding: Sharding, why: str = "") -> ShardedOpError:
     )
 
 
-def _no_rule(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> ShardedOpError:
-    sharding = first_sharded([*args, *kwargs.values()]).sharding
-    return mixes(name, sharding, "has no rule for sharded tensors")
+def _by_steps(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the Python code of a function that has no rule, whose steps may have theirs."""
+    code = python_code(func)
+    if code is None or torch.compiler.is_compiling():
+        sharding = first_sharded([*args, *kwargs.values()]).sharding
+        raise mixes(func.__name__, sharding, "has no rule for sharded tensors")
+    return code(*args, **kwargs)
 
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x2": "other"}
@@ -346,195 +350,14 @@ def expect_first(name: str, x: Any, args: Iterable[Any]) -> None:
         )
 
 
-@rule(["__get__"])
-def _attribute(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """`x.shape` is the whole's; `x.T` and its kin are views; other attributes the shard's."""
-    (x,) = cast(tuple[ShardedTensor], args)
-    if func == getter("shape"):
-        return whole_shape(x)
-    if func == getter("T"):
-        return RULES["t"](func, args, kwargs)
-    if func == getter("mT"):
-        return RULES["transpose"](func, (x, -2, -1), {})
-    if func in _COMPLEX:
-        raise mixes("a complex view", x.sharding, "has no rule for sharded tensors")
-    result = local_call(func, args, kwargs)
-    # Inside backward a checkpoint hands `x.grad` on to autograd, which knows no marks.
-    if isinstance(result, Tensor) and func in _ALIKE and not is_in_backward():
-        return mark(result, x.sharding)
-    return result
+def local(value: Any) -> Any:
+    """Return a marked tensor, or a parameter that is a shard, as the plain shard."""
+    return value.to_local() if is_marked(value) else value
 
 
-def getter(name: str) -> Any:
-    """Return the function that `__torch_function__` is given for the attribute `name`."""
-    return getattr(torch.Tensor, name).__get__
-
-
-_COMPLEX = [getter("H"), getter("mH"), getter("real"), getter("imag")]
-_ALIKE = [getter("data"), getter("grad")]
-
-
-@rule(["size"])
-def _size(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    shape = whole_shape(args[0])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return shape if dim is None else shape[dim]
-
-
-@rule(["__len__"])
-def _len(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int:
-    return whole_shape(args[0])[0]
-
-
-@rule(["__format__"])
-def _format(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str:
-    return format(repr(args[0]), args[1])
-
-
-@rule(["__deepcopy__"])
-def _deepcopy(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """Copy a leaf, as torch does; what autograd computed is refused, as by torch."""
-    x, memo = args
-    if id(x) in memo:
-        return cast(Tensor, memo[id(x)])
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = x.view_as(x) if x.grad_fn is not None else x.detach()
-    copied = mark(copy.deepcopy(plain), x.sharding).requires_grad_(x.requires_grad)
-    memo[id(x)] = copied
-    return copied
-
-
-@rule(["numel", "nelement"])
-def _numel(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int:
-    return whole_shape(args[0]).numel()
-
-
-PLAIN = """
-    dim ndimension stride storage_offset is_contiguous is_floating_point is_complex
-    is_signed element_size data_ptr untyped_storage get_device __hash__ __delete__
-    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook is_pinned
-    _is_view __reduce_ex__ is_inference is_set_to has_names
-    """.split()
-
-
-@rule(PLAIN)
-def _plain(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Facts about the storage, and hooks: those of the shard."""
-    return local_call(func, args, kwargs)
-
-
-@rule(["__set__"])
-def _set_attribute(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """`x.requires_grad = ...`, `x.grad = ...`; not `x.data`, which could be of another size."""
-    if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-        raise mixes("assigning .data", args[0].sharding, "could give it another size")
-    local_call(func, args, kwargs)
-
-
-@rule(["backward", "grad"])
-def run_backward(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """`x.backward`, `torch.autograd.backward` and `torch.autograd.grad`.
-
-    Gradients that are given may be those of the whole tensors or of this rank's shards. What
-    runs inside, a checkpoint's forward among it, finds the rules as forward did: backward
-    starts at plain aliases of the outputs and ends at the graph's edges to the inputs.
-    """
-    outputs, *rest = args
-    if rest and func is torch.Tensor.backward:
-        rest[0] = _own_gradients(outputs, rest[0])
-    for name in ("gradient", "grad_tensors", "grad_outputs"):
-        if name in kwargs:
-            kwargs = {**kwargs, name: _own_gradients(outputs, kwargs[name])}
-    inputs = rest[0] if func is torch.autograd.grad else kwargs.get("inputs")
-    if inputs is not None:
-        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        edges = [_edge(x) for x in inputs]
-        if func is torch.autograd.grad:
-            rest[0] = edges
-        else:
-            kwargs = {**kwargs, "inputs": edges}
-    with torch.enable_grad():  # also of a backward inside another
-        outputs = tree_map(_local, outputs)
-    grads = func(outputs, *rest, **kwargs)
-    if grads is None:
-        return None
-    pairs = zip(cast(list[Tensor], inputs), grads, strict=True)
-    return tuple(grad if grad is None else _marked_like(grad, x) for x, grad in pairs)
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if _knows_its_place(value) else value
-
-
-def _knows_its_place(value: Any) -> bool:
-    """Return whether `value` is a marked tensor, or a parameter that is a shard."""
-    return isinstance(value, Tensor) and "sharding" in vars(value)
-
-
-def _edge(x: Any) -> Any:
-    """Return where gradients of a marked `x` arrive; anything else as it is."""
-    if not isinstance(x, Tensor) or type(x) in (Tensor, torch.nn.Parameter):
-        return x
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.graph.get_gradient_edge(x)
-
-
-def _marked_like(grad: Tensor, x: Tensor) -> Tensor:
-    is_shard = isinstance(x, ShardedTensor) and not isinstance(grad, ShardedTensor)
-    return mark(grad, cast(ShardedTensor, x).sharding) if is_shard else grad
-
-
-def _own_gradients(outputs: Any, grads: Any) -> Any:
-    """Return the gradients, one or several, of this rank's part of the outputs."""
-    if grads is None or isinstance(outputs, Tensor):
-        return _own_part(grads, outputs)
-    grads = [grads] if isinstance(grads, Tensor) else grads
-    return [_own_part(*pair) for pair in zip(grads, outputs, strict=True)]
-
-
-def _own_part(value: Any, x: Any) -> Any:
-    if isinstance(value, ShardedTensor):
-        return value.to_local()
-    if not isinstance(value, Tensor) or not isinstance(x, ShardedTensor):
-        return value
-    sharding = x.sharding
-    if value.shape[sharding.dim] != sharding.ranges.size:
-        return value
-    return ops.scatter(
-        value, sharding.dim, ranges=sharding.ranges, group=sharding.group
-    )
-
-
-@rule(["gather"])
-def _gather(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """`torchshard.distributed.gather` un-shards; torch's own has no rule."""
-    x = args[0]
-    if func is not ops.gather:
-        raise mixes("gather", x.sharding, "has no rule for sharded tensors")
-    dim = args[1]
-    if dim not in (-1, x.sharding.dim, x.sharding.dim - x.dim()):
-        raise ShapeError(
-            f"dim={dim} is not the dim along which this tensor is sharded,"
-            f" {x.sharding.dim}. Leave it out, or pass {x.sharding.dim}."
-        )
-    return whole(x, kwargs.get("grad") or "whole")
+def asked(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `func` in a rule: by the rule of its name if an argument is marked."""
+    given = tree_leaves((args, kwargs))
+    if any(isinstance(value, ShardedTensor) for value in given):
+        return RULES[func.__name__](func, args, kwargs)
+    return func(*args, **kwargs)

@@ -17,19 +17,20 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import current_thread, main_thread
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchshard.distributed import groups
 from torchshard.errors import RankError
+from torchshard.testing.origins import OriginFinder, Origins, origins_of
 
 _PRELOADED = ["torch", "torch.distributed.tensor", "torchshard.testing"]
 _GRACE_S = 3.0
@@ -75,6 +76,7 @@ def run_ranks(
     # Plain pickle: multiprocessing's own would share the memory of tensors, and a rank's
     # memory goes with it.
     call = pickle.dumps((_importable(body), args))
+    origins = origins_of(call)
     with tempfile.TemporaryDirectory(prefix="torchshard-") as folder:
         place = (str(Path(folder) / "rendezvous"), world_size, group_size, timeout_s)
         pipes: list[Connection] = []
@@ -83,7 +85,7 @@ def run_ranks(
             for rank in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_rank_main, args=(sender, rank, place, call), daemon=True
+                    target=_rank_main, args=(sender, rank, place, call, origins)
                 )
                 with _without_interrupts():
                     process.start()
@@ -143,9 +145,10 @@ def _already_imported() -> list[str]:
     It does what this process did: torch's compiler and checkpoints take seconds.
     """
     often = ("pytest", "hypothesis", "torch._inductor.compile_fx")
-    return [
-        name for name in (*often, "torch.distributed.checkpoint") if name in sys.modules
-    ]
+    databases = ("common_modules", "common_methods_invocations")
+    rarely = [f"torch.testing._internal.{name}" for name in databases]
+    names = (*often, "torch.distributed.checkpoint", *rarely)
+    return [name for name in names if name in sys.modules]
 
 
 def _rank_main(
@@ -153,9 +156,13 @@ def _rank_main(
     rank: int,
     place: tuple[str, int, int, float],
     call: bytes,
+    origins: Origins,
 ) -> None:
     global _pipe
     _pipe = sender
+    os.setpgid(0, 0)  # what the body starts, a loader's workers, ends with the rank
+    Thread(target=_end_with_launcher, daemon=True).start()
+    sys.meta_path.insert(0, OriginFinder(origins))
     path, world_size, group_size, timeout_s = place
     torch.set_num_threads(1)
     os.environ.setdefault(
@@ -180,8 +187,17 @@ def _rank_main(
     sys.stdout.flush()
     sys.stderr.flush()
     sender.send_bytes(answer)
+    for child in multiprocessing.active_children():
+        child.kill()
     # A group whose peer is gone may not shut down cleanly; the kernel can.
     os._exit(0)
+
+
+def _end_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os.killpg(0, signal.SIGKILL)
 
 
 def _results(
@@ -265,6 +281,14 @@ def _kill(processes: list[BaseProcess]) -> None:
     for process in processes:
         process.join(0.0 if process.is_alive() else None)
         if process.is_alive():
-            process.kill()
+            _kill_group(process)
     for process in processes:
         process.join()
+
+
+def _kill_group(process: BaseProcess) -> None:
+    """Kill a rank and what it has started."""
+    process.kill()
+    if process.pid is not None:
+        with suppress(ProcessLookupError):  # it had no group of its own yet
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,199 @@
+"""A divided parameter's gradient in other code's hands: the shard, with the norm of the whole."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torchshard as ts
+from sharded_cases import close, randoms
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torchshard.errors import ShardedOpError, StateError
+from torchshard.testing import run_ranks
+
+
+def mlp():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 3)).double()
+
+
+def twins():
+    dense, model = mlp(), mlp()
+    ts.parallelize(model, {"0": "column", "2": "row"})
+    for module in (dense, model):
+        module(randoms((5, 4), 1)).square().sum().backward()
+    return dense, model
+
+
+def loop(model):
+    """What trainers write to log a norm, or to clip by it."""
+    total = 0.0
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            total += parameter.grad.data.norm(2).item() ** 2
+    return total**0.5
+
+
+NORMS = {
+    "loop": loop,
+    "detached": lambda model: torch.stack(
+        [p.grad.detach().norm(3.0) for p in model.parameters()]
+    ).norm(3.0),
+    "largest": lambda model: max(p.grad.norm(math.inf) for p in model.parameters()),
+    "single precision": lambda model: torch.stack(
+        [torch.linalg.vector_norm(p.grad.float()) for p in model.parameters()]
+    ).norm(),
+    "foreach": lambda model: torch.stack(
+        torch._foreach_norm([p.grad for p in model.parameters()])
+    ).norm(),
+    "torch.norm": lambda model: torch.norm(
+        torch.stack([torch.norm(p.grad) for p in model.parameters()])
+    ),
+    "get_total_norm": lambda model: nn.utils.get_total_norm(
+        [p.grad for p in model.parameters()]
+    ),
+    "get_total_norm, 1, no foreach": lambda model: nn.utils.get_total_norm(
+        [p.grad for p in model.parameters()], norm_type=1.0, foreach=False
+    ),
+    "by row": lambda model: model[0].weight.grad.norm(dim=0).sum(),
+    "a copy": lambda model: model[0].weight.grad.clone().norm(),
+}
+
+
+def norms():
+    dense, model = twins()
+    for case, norm in NORMS.items():
+        close(torch.as_tensor(norm(model)), torch.as_tensor(norm(dense)), case, 1e-6)
+    total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, total)
+    total = nn.utils.get_total_norm([p.grad for p in dense.parameters()])
+    nn.utils.clip_grads_with_norm_(dense.parameters(), 0.1, total)
+    for name, parameter in model.named_parameters():
+        place = ts.owners.owner_of(parameter)
+        grad = ts.state.gathered(parameter.grad, *place)
+        close(grad, dense.get_parameter(name).grad, name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_norms_are_of_the_whole(world_size):
+    """Every way in which loops over `parameter.grad` take one."""
+    run_ranks(norms, world_size)
+
+
+def other_uses():
+    _, model = twins()
+    layer = model[0]
+    own = layer.weight.to_local().shape
+    grad = layer.weight.grad
+    plain = grad * 1
+    assert type(plain) is torch.Tensor
+    assert grad.shape == plain.shape == own
+    assert (grad - plain).abs().max() == 0
+    with torch.no_grad():
+        before = layer.weight.detach().clone()
+        layer.weight.add_(grad, alpha=-0.5)
+        close(layer.weight.detach(), before - 0.5 * plain, "a step by hand")
+        layer.weight.data.sub_(grad)
+        close(layer.weight.detach(), before - 1.5 * plain, "and through data")
+        layer.weight.mul_(2).add_(grad)
+    grad.detach_()
+    grad.zero_()
+    assert layer.weight.grad.sum() == 0
+    layer.weight.grad += 1
+    assert layer.weight.grad.sum() == plain.numel()
+    layer.weight.grad = plain
+    layer.weight.grad.data.clamp_(max=0.01)
+    assert layer.weight.grad.max() <= 0.01
+    layer.weight.grad = layer.weight.grad
+    with CommDebugMode() as counter:
+        nn.utils.clip_grad_norm_(nn.Parameter(plain), 1.0)
+        torch.optim.Adam(layer.parameters()).step()
+    assert counter.get_total_counts() == 0
+    layer.weight.grad = None
+    assert layer.weight.grad is None
+
+
+def test_everything_else_is_the_shards():
+    """Shapes, steps by hand, zeroing, clamping, assignment."""
+    run_ranks(other_uses, 3)
+
+
+def sparse_gradients():
+    for dim in (0, 1):
+        torch.manual_seed(1)
+        dense = nn.Embedding(8, 5, sparse=True)
+        model = copy.deepcopy(nn.Sequential(dense))
+        ts.convert_layers(model, ts.nn.ParallelEmbedding, dim=dim)
+        ids = torch.tensor([0, 7, 3, 3])
+        for module in (dense, model):
+            module(ids).square().sum().backward()
+        close(loop(model), loop(dense), dim, 1e-6)
+        grad = model[0].weight.grad
+        grad.mul_(2)
+        assert model[0].weight.grad.to_dense().equal(grad.to_dense())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(ShardedOpError, match=r"Use torchshard.amp.GradScaler"):
+            scaler.unscale_(optimizer)
+        scaler = ts.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+
+
+def test_sparse_gradients_too():
+    """torch's scaler would look for infinities in them on each rank alone."""
+    run_ranks(sparse_gradients, 2)
+
+
+class Initialised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.conv = nn.Conv1d(4, 6, 1)
+        self.body = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 3))
+        self.norm = nn.LayerNorm(3)
+
+
+def init_weights(module):
+    """As models of transformers and timm ask and fill."""
+    if isinstance(module, (nn.Linear, nn.Conv1d)):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out")
+        if module.bias is not None:
+            module.bias.data.fill_(0.25)
+    elif isinstance(module, nn.Embedding):
+        module.weight.data.normal_(mean=0.0, std=0.02)
+    elif isinstance(module, nn.LayerNorm):
+        nn.init.uniform_(module.weight)
+
+
+def applied():
+    torch.manual_seed(1)
+    dense = Initialised()
+    torch.manual_seed(1)
+    model = Initialised()
+    plan = {"embedding": "vocabulary", "conv": "column", "body.0": "column"}
+    ts.parallelize(model, {**plan, "body.2": "row"})
+    classes = [type(module) for module in model.modules()]
+    for module in (dense, model):
+        torch.manual_seed(2)
+        module.apply(init_weights)
+    assert [type(module) for module in model.modules()] == classes
+    for key, value in ts.collect_state_dict(model).items():
+        assert torch.equal(value, dense.state_dict()[key]), key
+    assert not isinstance(model.body[0], nn.Linear)
+
+    def fails(module):
+        if isinstance(module, nn.Linear):
+            raise StateError("no")
+
+    with pytest.raises(StateError):
+        model.apply(fails)
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_apply_finds_the_layers_that_it_asks_for(world_size):
+    """`isinstance(module, nn.Linear)` holds in a function given to `apply`, bit for bit."""
+    run_ranks(applied, world_size)

@@ -1,0 +1,121 @@
+"""Attributes and facts of a shard: sizes are the whole's, what the storage says is the shard's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torchshard.tensor.sharded import (
+    RULES,
+    ShardedTensor,
+    is_in_backward,
+    local_call,
+    mark,
+    mixes,
+    rule,
+    whole_shape,
+)
+
+
+@rule(["__get__"])
+def _attribute(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`x.shape` is the whole's; `x.T` and its kin are views; other attributes the shard's."""
+    (x,) = cast(tuple[ShardedTensor], args)
+    if func == getter("shape"):
+        return whole_shape(x)
+    if func == getter("T"):
+        return RULES["t"](func, args, kwargs)
+    if func == getter("mT"):
+        return RULES["transpose"](func, (x, -2, -1), {})
+    if func in _COMPLEX:
+        raise mixes("a complex view", x.sharding, "has no rule for sharded tensors")
+    result = local_call(func, args, kwargs)
+    # Inside backward a checkpoint hands `x.grad` on to autograd, which knows no marks.
+    if isinstance(result, Tensor) and func in _ALIKE and not is_in_backward():
+        return mark(result, x.sharding)
+    return result
+
+
+def getter(name: str) -> Any:
+    """Return the function that `__torch_function__` is given for the attribute `name`."""
+    return getattr(torch.Tensor, name).__get__
+
+
+_COMPLEX = [getter("H"), getter("mH"), getter("real"), getter("imag")]
+_ALIKE = [getter("data"), getter("grad")]
+
+
+@rule(["size"])
+def _size(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    shape = whole_shape(args[0])
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return shape if dim is None else shape[dim]
+
+
+@rule(["__len__"])
+def _len(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    return whole_shape(args[0])[0]
+
+
+@rule(["__format__"])
+def _format(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    return format(repr(args[0]), args[1])
+
+
+@rule(["__deepcopy__"])
+def _deepcopy(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Copy a leaf, as torch does; what autograd computed is refused, as by torch."""
+    x, memo = args
+    if id(x) in memo:
+        return cast(Tensor, memo[id(x)])
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = x.view_as(x) if x.grad_fn is not None else x.detach()
+    copied = mark(copy.deepcopy(plain), x.sharding).requires_grad_(x.requires_grad)
+    memo[id(x)] = copied
+    return copied
+
+
+@rule(["numel", "nelement"])
+def _numel(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    return whole_shape(args[0]).numel()
+
+
+PLAIN = """
+    dim ndimension stride storage_offset is_contiguous is_floating_point is_complex
+    is_signed element_size data_ptr untyped_storage get_device __hash__ __delete__
+    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook is_pinned
+    _is_view __reduce_ex__ is_inference is_set_to has_names
+    """.split()
+
+
+@rule(PLAIN)
+def _plain(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Facts about the storage, and hooks: those of the shard."""
+    return local_call(func, args, kwargs)
+
+
+@rule(["__set__"])
+def _set_attribute(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """`x.requires_grad = ...`, `x.grad = ...`; not `x.data`, which could be of another size."""
+    if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+        raise mixes("assigning .data", args[0].sharding, "could give it another size")
+    local_call(func, args, kwargs)

@@ -1,0 +1,105 @@
+"""ShardedGradient: the gradient of a divided parameter, as code outside torch reads it.
+
+It is the shard, in every operation but one: its norm is that of the whole gradient. That is
+what loops over `parameter.grad` want of it, `torch.nn.utils.get_total_norm(grads)` among them,
+and a shard's norm would make each rank clip and log by another number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torchshard.tensor.compiler import uncompiled
+from torchshard.tensor.sharded import (
+    ShardedTensor,
+    Sharding,
+    local_call,
+    mark,
+)
+
+_NORMS = frozenset(["norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"])
+_SAME_ELEMENTS = frozenset(
+    """
+    detach clone contiguous abs to type float double half bfloat16 cpu cuda coalesce
+    """.split()
+)
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class ShardedGradient(Tensor):
+    """A divided parameter's gradient: this rank's shard, whose norm is the whole's.
+
+    Attributes:
+        sharding: The parameter's: the sharded dim, who holds what of it, and the group.
+    """
+
+    sharding: Sharding
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, ShardedTensor) for kind in types):
+            args, kwargs = tree_map(_marked, args), tree_map(_marked, kwargs)
+            return ShardedTensor.__torch_function__(func, (), args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _NORMS and not torch.compiler.is_compiling():
+            args, kwargs = tree_map(_marked, args), tree_map(_marked, kwargs)
+            return ShardedTensor.__torch_function__(func, (), args, kwargs)
+        result = local_call(func, args, kwargs)
+        is_gradient = name in _SAME_ELEMENTS or func == _DATA
+        if is_gradient and isinstance(result, Tensor):
+            return known_as_gradient(result, args[0].sharding)
+        return result
+
+
+uncompiled(ShardedGradient)
+
+
+def known_as_gradient(grad: Tensor, sharding: Sharding) -> Tensor:
+    """Return the gradient of a parameter that is divided so; one to be differentiated as it is.
+
+    It shares the gradient's storage. A sparse one has none that could be shared, and is the
+    same object.
+    """
+    if grad.requires_grad:
+        return grad
+    if grad.is_sparse:
+        grad.__class__ = ShardedGradient  # undone by `known_as_plain`
+        shard = cast(ShardedGradient, grad)
+    else:
+        shard = torch.Tensor._make_subclass(ShardedGradient, grad, False)
+    shard.sharding = sharding
+    return shard
+
+
+def known_as_plain(grad: Tensor) -> Tensor:
+    """Return the gradient for who keeps parameters, and takes it for the shard that it is."""
+    if not isinstance(grad, ShardedGradient):
+        return grad
+    if not grad.is_sparse:
+        return torch.Tensor._make_subclass(Tensor, grad, False)
+    grad.__class__ = Tensor  # type: ignore[assignment]
+    return grad
+
+
+def _marked(value: Any) -> Any:
+    if not isinstance(value, ShardedGradient):
+        return value
+    sharding = value.sharding
+    with torch._C.DisableTorchFunctionSubclass():
+        if not value.is_sparse:
+            return mark(value.as_subclass(Tensor), sharding)
+        values = value.coalesce().values()
+    if sharding.dim:
+        return mark(values, sharding)
+    return ShardedTensor.from_local(values, 0, group=sharding.group)
