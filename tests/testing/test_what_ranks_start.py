@@ -169,7 +169,9 @@ def project(folder, package):
     return folder
 
 
-@pytest.mark.parametrize("is_in_conftest", [True, False])
+@pytest.mark.parametrize(
+    "is_in_conftest", [pytest.param(True, marks=pytest.mark.prove), False]
+)
 def test_bodies_are_found_under_importlib_mode(tmp_path, is_in_conftest):
     """Test modules that no name imports, of a package under src: bodies and layers of theirs."""
     folder = project(tmp_path, "of_ones_own")
