@@ -1,8 +1,8 @@
 """What every test finds, whoever started pytest: interrupts, and a compiler at hand.
 
-A test that is run at several sizes of the group is run on four ranks by `make prove` alone.
-Three ranks divide unevenly, and hold nothing of a dim of two, as four do; a test for four ranks
-only, such as of two replicas of two, is always run.
+A test that is run at several sizes of the group is run on two and four ranks by `make prove`
+alone, if three are among them. Three ranks divide unevenly, and hold nothing of a dim of two, as
+four do; a test for one size only, such as of two replicas of two, is always run.
 """
 
 import importlib
@@ -30,10 +30,14 @@ def _interrupts_arrive():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the four-rank runs of what is also run on fewer ranks as `prove`."""
-    fewer = {_swept(item) for item in items if _world_size(item) in (2, 3)}
+    """Mark the runs on two and four ranks of what is also run on three as `prove`."""
+    sizes: dict[str, set[object]] = {}
     for item in items:
-        if _world_size(item) == 4 and _swept(item) in fewer:
+        sizes.setdefault(_swept(item), set()).add(_world_size(item))
+    for item in items:
+        others = sizes[_swept(item)]
+        is_covered = _world_size(item) == 2 and 3 in others
+        if is_covered or (_world_size(item) == 4 and others & {2, 3}):
             item.add_marker("prove")
 
 

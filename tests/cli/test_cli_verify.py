@@ -519,8 +519,15 @@ def test_a_package_that_is_not_installed(tmp_path: Path, target: str) -> None:
     assert result.stdout.splitlines()[-1] == PROVED
 
 
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param("strange/tests/test_own.py", marks=pytest.mark.prove),
+        "tests/test_own.py",
+    ],
+)
 def test_a_package_elsewhere_on_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cases: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an editable install leaves it, and though an installed package is called tests."""
     lay_out(tmp_path / "far", package("strange"))
@@ -535,25 +542,26 @@ def test_a_package_elsewhere_on_the_path(
     (tmp_path / "here").mkdir()
     for folder in ("far", "installed"):  # each before all others
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / folder), prepend=os.pathsep)
-    for cases in ("strange/tests/test_own.py", "tests/test_own.py"):
-        result = torchshard(
-            tmp_path / "here",
-            *("verify", "strange.own:ParallelOwn", "--ranks", "2"),
-            *("--cases", str(tmp_path / "far" / cases)),
-        )
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.splitlines()[-1] == PROVED
+    result = torchshard(
+        tmp_path / "here",
+        *("verify", "strange.own:ParallelOwn", "--ranks", "2"),
+        *("--cases", str(tmp_path / "far" / cases)),
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == PROVED
 
 
-def test_a_class_in_a_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["train-it", pytest.param("train-it.py", marks=pytest.mark.prove)]
+)
+def test_a_class_in_a_script(tmp_path: Path, name: str) -> None:
     """With its cases in the same file, what runs below `__main__` left alone."""
     text = LAYER.format(imports="FACTOR = 2\n") + CASES.format(imports="")
     script = f"{text}\nif __name__ == '__main__':\n    raise SystemExit('trained')\n"
     lay_out(tmp_path, {"train-it.py": script})
-    for target in ("train-it:ParallelOwn", "train-it.py:ParallelOwn"):
-        result = in_here(tmp_path, "verify", target, "--ranks", "2")
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.splitlines()[-1] == PROVED
+    result = in_here(tmp_path, "verify", f"{name}:ParallelOwn", "--ranks", "2")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == PROVED
 
 
 def test_a_module_of_a_package_by_itself(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def write_choices(folder: Path) -> int:
     return len(tried)
 
 
+@pytest.mark.prove
 def test_every_choice_of_every_template_is_clean(tmp_path: Path) -> None:
     """Rendered with each choice, the code passes ruff and mypy."""
     assert write_choices(tmp_path) > len(TEMPLATES)
@@ -138,23 +139,15 @@ def test_every_choice_of_every_template_is_clean(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param("3", id="uneven"),
-        pytest.param("1 or 2 or 4", id="others", marks=pytest.mark.prove),
-    ],
-)
-def test_every_choice_of_every_template_works(sizes: str, tmp_path: Path) -> None:
+def test_every_choice_of_every_template_works(tmp_path: Path) -> None:
     """Rendered with each choice, the test of the layer passes.
 
     By what `torchshard templates test` does, but in one folder, which takes less time, and
-    without compiling, which takes most of it: the zoo's own tests do for each template. What
-    3 ranks prove of a choice, the other numbers of ranks seldom add to.
+    without compiling, which takes most of it: the zoo's own tests do for each template.
     """
     num_choices = write_choices(tmp_path)
-    chosen = ["-W", "error", "-k", f"not compiles and ({sizes})"]
-    tests, failures = run_tests(tmp_path, chosen)
+    tests, failures = run_tests(tmp_path, ["-W", "error", "-k", "not compiles"])
     assert not failures, failures[0]
     assert int(tests.split()[0]) >= num_choices

@@ -92,6 +92,12 @@ def _in_place(name):
     return lambda x, *rest: getattr(place, name)(x * 1, *rest)
 
 
+def _written(x, index):
+    y = x * 1
+    y[index] = 2.0
+    return y
+
+
 def _pools():
     for num_dims in (1, 2, 3):
         x = numbers(2, 3, *[4] * num_dims)
@@ -233,6 +239,7 @@ def _other():
     yield "narrow", torch.narrow, (x, 1, 0, 2)
     yield "__getitem__", Tensor.__getitem__, (x, (slice(None), 1))
     yield "__getitem__", Tensor.__getitem__, (table, labels)
+    yield "__setitem__", _written, (x, (slice(None), 1))
     yield "index_select", torch.index_select, (table, 0, labels)
     yield "take_along_dim", torch.take_along_dim, (x, ids, 1)
     yield "gather", torch.gather, (x, 1, ids)

@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 
+import pytest
 from divided_calls import (
     can_be_divided,
     expect_short_waits,
@@ -13,23 +14,25 @@ from divided_calls import (
 from rule_samples import EXEMPT, samples
 from torchshard.tensor import RULES
 
+SPREADS = {
+    "none, one and the others": lambda size: (0, min(size, 1), max(size - 1, 0)),
+    "all and none": lambda size: (size, 0, 0),
+}
+"""How many of so many indices each of three ranks holds."""
 
-def spread(size):
-    """How many of `size` indices each of three ranks holds."""
-    return [(0, 1, size - 1), (size, 0, 0)] if size else [(0, 0, 0)]
 
-
-def ways_of(leaves):
+def ways_of(spread):
     """The first two tensors, each alone and both together, along every dim."""
-    tensors = [i for i, leaf in enumerate(leaves) if can_be_divided(leaf)][:2]
-    for lengths_at in (0, 1):
-        for group in ([tensors[:1]], [tensors[1:]], [tensors])[: 2 * len(tensors) - 1]:
-            chosen = group[0]
+
+    def ways(leaves):
+        tensors = [i for i, leaf in enumerate(leaves) if can_be_divided(leaf)][:2]
+        for chosen in (tensors[:1], tensors[1:], tensors)[: 2 * len(tensors) - 1]:
             for dim in range(leaves[chosen[0]].dim()):
                 sizes = {leaves[i].shape[dim] for i in chosen if leaves[i].dim() > dim}
                 if len(sizes) == 1 and all(leaves[i].dim() > dim for i in chosen):
-                    lengths = spread(*sizes)[-lengths_at]
-                    yield dict.fromkeys(chosen, (dim, lengths))
+                    yield dict.fromkeys(chosen, (dim, SPREADS[spread](*sizes)))
+
+    return ways
 
 
 def reaching(name, reached):
@@ -44,7 +47,7 @@ def reaching(name, reached):
     return rule
 
 
-def sweep():
+def sweep(spread):
     """What became of the calls, and the samples that do not reach the rule of their name."""
     warnings.simplefilter("ignore")
     expect_short_waits()
@@ -53,15 +56,19 @@ def sweep():
     for name, sample in samples():
         reached.clear()
         seed()
-        found += outcomes_of_sample(sample, ways_of)
+        found += outcomes_of_sample(sample, ways_of(spread))
         if rules[name] not in reached:
             missed.append(name)
     return found, missed
 
 
-def test_every_rule_holds_with_empty_shards():
+@pytest.mark.parametrize(
+    "spread",
+    ["none, one and the others", pytest.param("all and none", marks=pytest.mark.prove)],
+)
+def test_every_rule_holds_with_empty_shards(spread):
     """Zero, one and all indices on a rank give dense torch's result, or one error on all."""
-    found, missed = run_told(sweep, 3)
+    found, missed = run_told(sweep, 3, spread)
     bad = [one for one in found if one.kind not in ("right", "refused", "random")]
     assert not bad, "\n".join(f"{case}: {kind} {why}" for case, kind, why in bad)
     assert not missed, f"samples that do not reach the rule of their name: {missed}"

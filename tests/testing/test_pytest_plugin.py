@@ -4,8 +4,6 @@ import subprocess
 import sys
 from importlib.metadata import entry_points
 
-import pytest
-
 pytest_plugins = ["pytester"]
 
 PASSING = """
@@ -130,46 +128,39 @@ def test_a_failure_shows_the_rank_s_own_traceback(pytester):
     result.stdout.no_fnmatch_line("*ranks.py:*: RankError")
 
 
-@pytest.mark.parametrize(
-    ("mark", "arguments", "words"),
-    [
-        (
-            "ranks",
-            "run_ranks",
-            "ranks takes numbers of ranks, such as ranks(1, 2, 4), not ()",
-        ),
-        ("ranks(0)", "run_ranks", "ranks takes numbers of ranks, such as*not (0,)"),
-        (
-            "ranks(True)",
-            "run_ranks",
-            "ranks takes numbers of ranks, such as*not (True,)",
-        ),
-        ("ranks([2, 4])", "run_ranks", "ranks takes numbers of ranks*not ([[]2, 4],)"),
-        ("ranks(2, timeout=1)", "run_ranks", "ranks takes timeout_s,*not timeout"),
-        ("ranks(2)", "", "ranks does nothing without the fixture run_ranks*"),
-        (
-            "timeout(9)",
-            "run_ranks",
-            "*does not say on how many ranks it runs: mark it*",
-        ),
-    ],
-)
-def test_a_mark_that_says_nothing_is_an_error(pytester, mark, arguments, words):
-    """A test that would not run as it says is never passed over."""
-    pytester.makepyfile(
-        f"""
-        import pytest
+MARKS = [
+    (
+        "ranks",
+        "run_ranks",
+        "ranks takes numbers of ranks, such as ranks(1, 2, 4), not ()",
+    ),
+    ("ranks(0)", "run_ranks", "ranks takes numbers of ranks, such as*not (0,)"),
+    ("ranks(True)", "run_ranks", "ranks takes numbers of ranks, such as*not (True,)"),
+    ("ranks([2, 4])", "run_ranks", "ranks takes numbers of ranks*not ([[]2, 4],)"),
+    ("ranks(2, timeout=1)", "run_ranks", "ranks takes timeout_s,*not timeout"),
+    ("ranks(2)", "", "ranks does nothing without the fixture run_ranks*"),
+    ("timeout(9)", "run_ranks", "*does not say on how many ranks it runs: mark it*"),
+]
+MARKED = """
+import pytest
 
-        @pytest.mark.{mark}
-        def test_it({arguments}):
-            pass
-        """
-    )
-    result = lines_of(pytester)
-    assert result.parseoutcomes() == {"errors": 1} or result.parseoutcomes() == {
-        "error": 1
+@pytest.mark.{mark}
+def test_it({arguments}):
+    pass
+"""
+
+
+def test_a_mark_that_says_nothing_is_an_error(pytester):
+    """A test that would not run as it says is never passed over."""
+    files = {
+        f"test_{number}": MARKED.format(mark=mark, arguments=arguments)
+        for number, (mark, arguments, _) in enumerate(MARKS)
     }
-    result.stdout.fnmatch_lines([f"*{words}"])
+    pytester.makepyfile(**files)
+    result = lines_of(pytester, "--continue-on-collection-errors")
+    assert result.parseoutcomes() == {"errors": len(MARKS)}
+    for _, _, words in MARKS:
+        result.stdout.fnmatch_lines([f"*{words}"])
     result.stdout.no_fnmatch_line("*Traceback*")
 
 

@@ -29,7 +29,9 @@ def loaded(context):
     return torch.cat(list(loader)).tolist()
 
 
-@pytest.mark.parametrize("context", [None, "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "context", [None, "spawn", pytest.param("forkserver", marks=pytest.mark.prove)]
+)
 def test_a_data_loader_may_have_workers(context):
     """Whatever starts them."""
     expected = [0, 1, 4, 9, 16, 25]
@@ -185,6 +187,7 @@ def test_bodies_are_found_under_importlib_mode(tmp_path, is_in_conftest):
     expect_passes(folder, "--import-mode=importlib", "tests")
 
 
+@pytest.mark.prove
 def test_bodies_are_found_under_prepend_mode(tmp_path):
     """The mode that pytest takes without a word."""
     folder = project(tmp_path, "of_ones_own")

@@ -22,6 +22,7 @@ from torchshard.tensor import (
     scans,
     shaping,
     statistics,
+    writing,
 )
 from torchshard.tensor.sharded import (
     RULES,
@@ -62,4 +63,5 @@ __all__ = [
     "statistics",
     "whole",
     "whole_shape",
+    "writing",
 ]

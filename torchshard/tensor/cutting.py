@@ -176,14 +176,14 @@ def _getitem(
         return looked_up(x, index)
     if not isinstance(x, ShardedTensor):
         raise mixes("indexing", first_sharded([index]).sharding, "by it has no rule")
-    items = _full_index(x, index)
+    items = full_index(x, index)
     sharding, dim = x.sharding, x.sharding.dim
-    number = _item_of_dim(items, dim)
+    number = item_of_dim(items, dim)
     kept = [item for item in items[:number] if not isinstance(item, int)]
     if number == len(items):
         place = len(kept) + dim - sum(item is not None for item in items)
         return mark(local_call(func, args, kwargs), sharding.at(place))
-    start, stop = _slice_ends(items[number], sharding)
+    start, stop = slice_ends(items[number], sharding)
     items[number] = slice(None)
     local = local_call(func, (x, tuple(items)), kwargs)
     if (start, stop) == (0, sharding.ranges.size):
@@ -191,13 +191,13 @@ def _getitem(
     return _sliced("indexing", local, sharding.at(len(kept)), start, stop)
 
 
-def _item_of_dim(items: Sequence[Any], dim: int) -> int:
+def item_of_dim(items: Sequence[Any], dim: int) -> int:
     """Return the place of the item that indexes `dim`; their number if none does."""
     places = [place for place, item in enumerate(items) if item is not None]
     return places[dim] if dim < len(places) else len(items)
 
 
-def _full_index(x: ShardedTensor, index: Any) -> list[Any]:
+def full_index(x: ShardedTensor, index: Any) -> list[Any]:
     """Return the index with one item a dim in place of an Ellipsis."""
     items = list(index) if isinstance(index, tuple) else [index]
     plain = (int, slice, type(None), type(Ellipsis))
@@ -212,7 +212,7 @@ def _full_index(x: ShardedTensor, index: Any) -> list[Any]:
     return items
 
 
-def _slice_ends(item: Any, sharding: Sharding) -> tuple[int, int]:
+def slice_ends(item: Any, sharding: Sharding) -> tuple[int, int]:
     """Return where a slice of the sharded dim begins and ends."""
     start, stop, step = (
         item.indices(sharding.ranges.size) if isinstance(item, slice) else (0, 0, 0)

@@ -32,7 +32,7 @@ from torchshard.distributed import groups
 from torchshard.errors import RankError
 from torchshard.testing.origins import OriginFinder, Origins, origins_of
 
-_PRELOADED = ["torch", "torch.distributed.tensor", "torchshard.testing"]
+_PRELOADED = ["torch", "torch._dynamo", "torchshard.testing"]
 _GRACE_S = 3.0
 """How long the other ranks may go on after one has failed, to fail with a word of their own."""
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -145,9 +145,10 @@ def _already_imported() -> list[str]:
     It does what this process did: torch's compiler and checkpoints take seconds.
     """
     often = ("pytest", "hypothesis", "torch._inductor.compile_fx")
+    tensors = ("torch.distributed.tensor", "torch.distributed.tensor.debug")
     databases = ("common_modules", "common_methods_invocations")
     rarely = [f"torch.testing._internal.{name}" for name in databases]
-    names = (*often, "torch.distributed.checkpoint", *rarely)
+    names = (*often, *tensors, "torch.distributed.checkpoint", *rarely)
     return [name for name in names if name in sys.modules]
 
 
