@@ -58,7 +58,39 @@ NORMS = {
     ),
     "by row": lambda model: model[0].weight.grad.norm(dim=0).sum(),
     "a copy": lambda model: model[0].weight.grad.clone().norm(),
+    "a power": lambda model: sum((p.grad**2).sum() for p in model.parameters()),
+    "a square": lambda model: sum(
+        p.grad.data.square().sum() for p in model.parameters()
+    ),
+    "a product": lambda model: sum((p.grad * p.grad).sum() for p in model.parameters()),
+    "a root": lambda model: model[0].weight.grad.pow(2).mean().sqrt(),
+    "scaled": lambda model: (model[0].weight.grad / 2.0).float().abs().max(),
+    "extremes": lambda model: model[0].weight.grad.max() - model[0].weight.grad.min(),
+    "a deviation": lambda model: model[0].weight.grad.std(),
+    "zeros": lambda model: (model[0].weight.grad == 0).float().mean(),
+    "larger ones": lambda model: (model[0].weight.grad.abs() > 0.1).sum(),
+    "flattened": lambda model: model[2].weight.grad.detach().double().sum(),
 }
+BROKEN = {
+    "isnan": lambda grad: torch.isnan(grad).any(),
+    "isfinite": lambda grad: not grad.isfinite().all(),
+    "sum": lambda grad: torch.isnan(grad.sum()),
+    "unequal to itself": lambda grad: (grad != grad).any(),
+}
+
+
+def broken():
+    _, model = twins()
+    weight = model[0].weight
+    if ts.distributed.get_rank() == 0:
+        weight.grad.view(-1)[:1].fill_(math.nan)
+    for case, is_broken in BROKEN.items():
+        assert is_broken(weight.grad), case
+
+
+def test_one_broken_shard_breaks_the_gradient():
+    """What skips a step by itself skips it on all ranks."""
+    run_ranks(broken, 2)
 
 
 def norms():
@@ -86,7 +118,7 @@ def other_uses():
     layer = model[0]
     own = layer.weight.to_local().shape
     grad = layer.weight.grad
-    plain = grad * 1
+    plain = torch.zeros(own).double() + grad
     assert type(plain) is torch.Tensor
     assert grad.shape == plain.shape == own
     assert (grad - plain).abs().max() == 0
@@ -101,7 +133,8 @@ def other_uses():
     grad.zero_()
     assert layer.weight.grad.sum() == 0
     layer.weight.grad += 1
-    assert layer.weight.grad.sum() == plain.numel()
+    assert layer.weight.grad.sum() == 28, "of the whole"
+    assert layer.weight.grad.sum(0).sum() == plain.numel(), "of the shard"
     layer.weight.grad = plain
     layer.weight.grad.data.clamp_(max=0.01)
     assert layer.weight.grad.max() <= 0.01

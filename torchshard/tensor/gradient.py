@@ -1,8 +1,9 @@
 """ShardedGradient: the gradient of a divided parameter, as code outside torch reads it.
 
-It is the shard, in every operation but one: its norm is that of the whole gradient. That is
-what loops over `parameter.grad` want of it, `torch.nn.utils.get_total_norm(grads)` among them,
-and a shard's norm would make each rank clip and log by another number.
+It is the shard, but one number made of all its elements is the whole gradient's: a norm, a sum
+of squares, whether one is not finite. That is what loops over `parameter.grad` want of it,
+`torch.nn.utils.get_total_norm(grads)` among them, and a shard's number would make each rank clip,
+skip and log by another.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ from torchshard.tensor.sharded import (
 )
 
 _NORMS = frozenset(["norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"])
-_SAME_ELEMENTS = frozenset(
+_OF_ALL_ELEMENTS = frozenset(
+    "sum nansum mean nanmean max min amax amin any all var std prod count_nonzero".split()
+)
+_ELEMENTWISE = frozenset(
     """
-    detach clone contiguous abs to type float double half bfloat16 cpu cuda coalesce
+    detach clone contiguous to type float double half bfloat16 cpu cuda coalesce
+    abs absolute square sqrt pow neg mul multiply div divide true_divide sub add
+    isnan isinf isfinite logical_not bitwise_not log log10 log2
+    eq ne gt ge lt le
     """.split()
 )
+"""What keeps the elements where they are, beside numbers and gradients divided alike."""
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -52,17 +60,35 @@ class ShardedGradient(Tensor):
             args, kwargs = tree_map(_marked, args), tree_map(_marked, kwargs)
             return ShardedTensor.__torch_function__(func, (), args, kwargs)
         name = getattr(func, "__name__", "")
-        if name in _NORMS and not torch.compiler.is_compiling():
+        is_of_all = name in _OF_ALL_ELEMENTS and len(args) == 1 and _is_dense(args[0])
+        is_of_all = is_of_all and not kwargs.keys() & {"dim", "axis", "out"}
+        if (is_of_all or name in _NORMS) and not torch.compiler.is_compiling():
             args, kwargs = tree_map(_marked, args), tree_map(_marked, kwargs)
             return ShardedTensor.__torch_function__(func, (), args, kwargs)
         result = local_call(func, args, kwargs)
-        is_gradient = name in _SAME_ELEMENTS or func == _DATA
-        if is_gradient and isinstance(result, Tensor):
-            return known_as_gradient(result, args[0].sharding)
+        if isinstance(result, Tensor) and (name in _ELEMENTWISE or func == _DATA):
+            sharding = _common_sharding([*args, *kwargs.values()])
+            return known_as_gradient(result, sharding) if sharding else result
         return result
 
 
 uncompiled(ShardedGradient)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, ShardedGradient) and not value.is_sparse
+
+
+def _common_sharding(values: list[Any]) -> Sharding | None:
+    """Return how the gradients among `values` are divided; None beside other tensors."""
+    shardings = [
+        value.sharding for value in values if isinstance(value, ShardedGradient)
+    ]
+    others = [x for x in values if isinstance(x, Tensor) and x.dim()]
+    is_common = len(others) == len(shardings) and shardings.count(shardings[0]) == len(
+        shardings
+    )
+    return shardings[0] if is_common else None
 
 
 def known_as_gradient(grad: Tensor, sharding: Sharding) -> Tensor:
