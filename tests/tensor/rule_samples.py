@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from divided_calls import Sample
 from torch import Tensor
+from torchshard.tensor import RULES
 from torchshard.tensor.attributes import PLAIN
 
 EXEMPT = {
@@ -33,7 +34,7 @@ SAME = """
     detach zeros_like ones_like empty_like rand_like randn_like bernoulli dropout alpha_dropout
     rrelu sum mean norm amax amin max min var std var_mean std_mean any all prod
     count_nonzero nansum nanmean flatten t squeeze numel nelement __len__
-    msort
+    msort arcsin arccos arctan arcsinh arccosh arctanh erfinv lgamma digamma sinc i0 deg2rad rad2deg signbit linalg_norm
     """.split()
 """Functions of one tensor."""
 PAIRS = """
@@ -44,7 +45,7 @@ PAIRS = """
     __lt__ __le__ __gt__ __ge__ equal allclose type_as view_as reshape_as expand_as
     mse_loss l1_loss huber_loss smooth_l1_loss kl_div binary_cross_entropy
     binary_cross_entropy_with_logits poisson_nll_loss hinge_embedding_loss
-    pairwise_distance cosine_similarity
+    pairwise_distance cosine_similarity xlogy copysign logaddexp logaddexp2
     """.split()
 """Functions of two tensors of one shape."""
 ALONG = """
@@ -52,14 +53,13 @@ ALONG = """
     argmax argmin median nanmedian mode glu unsqueeze unbind normalize
     """.split()
 """Functions of a tensor and `dim`."""
-IN_PLACE = """
-    abs_ neg_ exp_ log_ sqrt_ rsqrt_ square_ reciprocal_ sin_ cos_ tanh_ sigmoid_ relu_
-    leaky_relu_ elu_ selu_ celu_ hardtanh_ floor_ ceil_ round_ nan_to_num_ zero_
-    detach_ bernoulli_ uniform_ normal_
-    """.split()
-PAIRS_IN_PLACE = """
-    add_ sub_ mul_ div_ pow_ copy_ __iadd__ __isub__ __imul__ __itruediv__
-    """.split()
+_OTHERS_IN_PLACE = ["zero_", "bernoulli_", "uniform_", "normal_", "leaky_relu_", "elu_"]
+_UNDIFFERENTIATED = "asinh_ acosh_ atanh_ arcsinh_ arccosh_ arctanh_".split()
+_CAN_BE_CALLED = RULES.keys() & {*dir(Tensor), *dir(F)} - {*_UNDIFFERENTIATED}
+IN_PLACE = [f"{name}_" for name in SAME if f"{name}_" in _CAN_BE_CALLED]
+IN_PLACE += _OTHERS_IN_PLACE
+PAIRS_IN_PLACE = [f"{name}_" for name in PAIRS if f"{name}_" in RULES]
+PAIRS_IN_PLACE += "copy_ __iadd__ __isub__ __imul__ __itruediv__".split()
 MATRICES = """
     triu tril inverse linalg_inv linalg_inv_ex det linalg_det logdet slogdet linalg_slogdet
     linalg_qr linalg_svdvals linalg_matrix_exp matrix_exp linalg_matrix_norm
@@ -142,7 +142,12 @@ def _other():
     square = numbers(3, 3)
     yes, ids, labels = x.detach() > 0.5, integers(4, 3), integers(4)
     table, row = numbers(5, 3), numbers(3)
-    for name in ("floor_divide", "__floordiv__", "__rfloordiv__", "soft_margin_loss"):
+    for name in _UNDIFFERENTIATED:
+        yield name, _in_place(name), (x.detach(),)
+    for name in ("floor_divide", "heaviside"):
+        yield name, function(name), (x.detach(), y.detach())
+        yield f"{name}_", _in_place(f"{name}_"), (x.detach(), y.detach())
+    for name in ("__floordiv__", "__rfloordiv__", "soft_margin_loss"):
         yield name, function(name), (x.detach(), y.detach())
     for name in ("relu6_", "hardswish_"):
         call = getattr(torch._C._nn, name)
@@ -169,9 +174,11 @@ def _other():
     yield "masked_fill_", _in_place("masked_fill_"), (x, yes, 2.0)
     for name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
         yield name, function(name), (yes, ~yes)
+        yield f"{name}_", _in_place(f"{name}_"), (yes.int(), 1)
     for name in ("__and__", "__or__", "__xor__"):
         yield name, function(name), (yes, ~yes)
     yield "bitwise_not", torch.bitwise_not, (yes,)
+    yield "bitwise_not_", _in_place("bitwise_not_"), (yes.int(),)
     yield "__invert__", Tensor.__invert__, (yes,)
     yield "to", Tensor.to, (x, torch.float32)
     yield "type", Tensor.type, (x, torch.float32)

@@ -69,6 +69,15 @@ NORMS = {
     "a deviation": lambda model: model[0].weight.grad.std(),
     "zeros": lambda model: (model[0].weight.grad == 0).float().mean(),
     "larger ones": lambda model: (model[0].weight.grad.abs() > 0.1).sum(),
+    "linalg.norm": lambda model: sum(
+        torch.linalg.norm(p.grad) for p in model.parameters()
+    ),
+    "a dot product": lambda model: sum(
+        torch.dot(p.grad.flatten(), p.grad.view(-1)) for p in model.parameters()
+    ),
+    "a vector": lambda model: sum(
+        p.grad.reshape(-1).abs().sum() for p in model.parameters()
+    ),
     "flattened": lambda model: model[2].weight.grad.detach().double().sum(),
 }
 BROKEN = {
@@ -143,6 +152,8 @@ def other_uses():
         nn.utils.clip_grad_norm_(nn.Parameter(plain), 1.0)
         torch.optim.Adam(layer.parameters()).step()
     assert counter.get_total_counts() == 0
+    with pytest.raises(ShardedOpError, match="cat along it would interleave"):
+        torch.cat([p.grad.view(-1) for p in layer.parameters()]).norm()
     layer.weight.grad = None
     assert layer.weight.grad is None
 

@@ -393,3 +393,55 @@ def test_a_dispatch_mode_hands_on_what_it_is_given():
 def test_operators_of_torch_library_have_no_rule():
     """They would run on the shard alone, unseen; a compiled graph's own go on."""
     run_ranks(operators_are_refused, 2)
+
+
+def sharpness_aware(model):
+    """A step of SAM: up along the gradient, down from where it was."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(randoms((5, 4), 1)).square().sum().backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        with torch.no_grad():
+            before = [p.data.clone() for p in model.parameters()]
+            for p in model.parameters():
+                p.add_(p.grad * (0.05 / norm))
+        model.zero_grad()
+        model(randoms((5, 4), 1)).square().sum().backward()
+        for p, was in zip(model.parameters(), before, strict=True):
+            p.data = was
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def as_a_vector(model):
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 2 + 0.1, model.parameters())
+    (grad,) = torch.autograd.grad(vector.square().sum(), model[0].bias)
+    assert grad.shape == model[0].bias.shape
+
+
+def truncated(model):
+    """As timm fills: a uniform draw, through the inverse error function, clamped."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.uniform_(-0.9, 0.9).erfinv_().mul_(0.02 * 2**0.5).clamp_(-0.03, 0.03)
+
+
+@pytest.mark.parametrize("change", [sharpness_aware, as_a_vector, truncated])
+def test_what_changes_all_parameters_changes_the_whole_ones(change):
+    """What is kept of `weight.data`, vectors of all parameters, fills in several steps."""
+    run_ranks(changed_alike, 3, change)
+
+
+def changed_alike(change):
+    models = []
+    for plan in (None, {"0": "column", "2": "row"}):
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 3)).double()
+        if plan:
+            ts.parallelize(model, plan)
+        change(model)
+        models.append(ts.collect_state_dict(model) if plan else model.state_dict())
+    for name, value in models[0].items():
+        close(models[1][name], value, name)

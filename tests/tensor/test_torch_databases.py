@@ -41,8 +41,8 @@ def test_all_samples_of_modules(world_size):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_operations(world_size):
-    """Every operation on up to 24 samples, spread over all it has: none is wrong."""
+    """Every sample of every operation of torch: none is wrong."""
     names = names_of("operations")
     for start in range(0, len(names), OPERATIONS_AT_ONCE):
         some = names[start : start + OPERATIONS_AT_ONCE]
-        expect_no_fault(sweep("operations", some, world_size, most=24))
+        expect_no_fault(sweep("operations", some, world_size, timeout_s=1800))

@@ -22,6 +22,7 @@ _PASSED_THROUGH = frozenset(
         "torch._tensor",
         "torch.functional",
         "torch.nn.functional",
+        "torchshard.tensor.gradient",
         "torchshard.tensor.parameter",
         __name__,
     ]

@@ -35,11 +35,13 @@ from torchshard.tensor.sharded import (
 _NAMES = """
     abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
     reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc sigmoid
+    arcsin arccos arctan arcsinh arccosh arctanh erfinv lgamma digamma sinc i0 deg2rad rad2deg signbit
     logit sign sgn floor ceil round trunc frac clamp clip clamp_min clamp_max nan_to_num
     isnan isinf isfinite relu relu6 leaky_relu elu selu celu gelu silu mish softplus softsign
     hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink threshold _threshold log_sigmoid
     add sub subtract mul multiply div divide true_divide floor_divide fmod remainder pow
-    float_power rsub maximum minimum fmax fmin atan2 hypot lerp addcmul addcdiv where
+    float_power rsub maximum minimum fmax fmin atan2 hypot xlogy copysign logaddexp logaddexp2
+    heaviside lerp addcmul addcdiv where
     masked_fill eq ne lt le gt ge logical_and logical_or logical_not logical_xor isclose
     bitwise_and bitwise_or bitwise_xor bitwise_not
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
@@ -49,22 +51,20 @@ _NAMES = """
     float double half bfloat16 type int long bool cpu cuda clone contiguous detach
     zeros_like ones_like empty_like full_like alias
     """.split()
-_IN_PLACE = """
-    abs_ neg_ exp_ log_ sqrt_ rsqrt_ square_ reciprocal_ sin_ cos_ tanh_ sigmoid_ clamp_
-    clamp_min_ clamp_max_ clip_ relu_ relu6_ leaky_relu_ elu_ selu_ celu_ hardtanh_
-    hardswish_ threshold_ add_ sub_ mul_ div_ pow_ floor_ ceil_ round_ nan_to_num_
-    masked_fill_ lerp_ addcmul_ addcdiv_ copy_ fill_ zero_ detach_
-    __iadd__ __isub__ __imul__ __itruediv__
-    """.split()
+_PLACES = (torch.Tensor, torch, F)
+_IN_PLACE = [
+    *(f"{name}_" for name in _NAMES if any(f"{name}_" in dir(at) for at in _PLACES)),
+    *"copy_ fill_ zero_ __iadd__ __isub__ __imul__ __itruediv__".split(),
+    *"relu6_ hardswish_".split(),  # of torch._C._nn alone
+]
 _RANDOM = """
     dropout alpha_dropout rrelu rand_like randn_like bernoulli bernoulli_ uniform_ normal_
     """.split()
 
 
-_PLACES = (torch, F)
 seen_in_graphs([torch.rand_like, torch.randn_like, torch.randint_like])
 seen_in_graphs(
-    vars(place)[name] for place in _PLACES for name in _IN_PLACE if name in vars(place)
+    vars(at)[name] for at in (torch, F) for name in _IN_PLACE if name in vars(at)
 )
 
 

@@ -14,15 +14,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torchshard.tensor.asker import asking_module
 from torchshard.tensor.compiler import uncompiled
 from torchshard.tensor.sharded import (
     ShardedTensor,
     Sharding,
+    local,
     local_call,
     mark,
 )
 
-_NORMS = frozenset(["norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"])
+_NORMS = frozenset(
+    """
+    norm vector_norm linalg_vector_norm linalg_norm linalg_matrix_norm _foreach_norm
+    dot vdot inner dist cosine_similarity
+    """.split()
+)
+_JOINS = frozenset(["cat", "concat", "concatenate", "hstack"])
+"""Of several gradients one would be made, divided as none of them is: its rule refuses."""
+_FLATTENS = frozenset(["flatten", "ravel", "reshape", "view"])
 _OF_ALL_ELEMENTS = frozenset(
     "sum nansum mean nanmean max min amax amin any all var std prod count_nonzero".split()
 )
@@ -62,10 +72,15 @@ class ShardedGradient(Tensor):
         name = getattr(func, "__name__", "")
         is_of_all = name in _OF_ALL_ELEMENTS and len(args) == 1 and _is_dense(args[0])
         is_of_all = is_of_all and not kwargs.keys() & {"dim", "axis", "out"}
-        if (is_of_all or name in _NORMS) and not torch.compiler.is_compiling():
+        is_of_all |= name in _NORMS
+        is_of_all |= name in _JOINS and not asking_module().startswith("torchshard")
+        if is_of_all and not torch.compiler.is_compiling():
             args, kwargs = tree_map(_marked, args), tree_map(_marked, kwargs)
             return ShardedTensor.__torch_function__(func, (), args, kwargs)
         result = local_call(func, args, kwargs)
+        if name in _FLATTENS and _is_dense(args[0]) and result.dim() == 1:
+            flat = _marked(args[0]).flatten()
+            return known_as_gradient(local(flat), flat.sharding)
         if isinstance(result, Tensor) and (name in _ELEMENTWISE or func == _DATA):
             sharding = _common_sharding([*args, *kwargs.values()])
             return known_as_gradient(result, sharding) if sharding else result

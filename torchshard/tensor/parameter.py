@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_map
-from torchshard.distributed import ops
+from torchshard.distributed import collectives, ops
 from torchshard.distributed.transforms import (
     expect_asked,
 )
@@ -60,7 +60,9 @@ from torchshard.tensor.sharded import (
     compiled_call,
     local_call,
     mark,
+    mixes,
     whole,
+    whole_shape,
 )
 
 if TYPE_CHECKING:
@@ -83,6 +85,9 @@ _LISTS = [
 """What an optimizer calls with all parameters at once."""
 
 _LOCAL = frozenset([*PLAIN, *_ALIKE, *_FACTS, *_LISTS])
+_VECTORS = "torch.nn.utils.convert_parameters"
+"""It lays parameters end to end in a vector, and back."""
+_PRUNE = "torch.nn.utils.prune"
 _WHOLE_FACTS = frozenset(["size", "__len__", "numel", "nelement"])
 _FILLS = frozenset(
     """
@@ -158,6 +163,8 @@ class ShardedParameter(nn.Parameter):
         asker = asking_module()
         if asker.startswith(KEEPERS):
             return local_call(func, args, kwargs)
+        if asker == _VECTORS:
+            return _as_vector(func, args)
         if getattr(func, "__module__", None) == INIT:
             return _initialised(func, args, kwargs)
         if name in _FILLS and isinstance(args[0], ShardedParameter):
@@ -226,10 +233,26 @@ def _by_rule(
     return ShardedTensor.__torch_function__(func, (), args, kwargs)
 
 
+def _as_vector(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor:
+    """Return the whole parameter as a vector, or a part of a vector in its whole shape.
+
+    Raises:
+        ShardedOpError: If `torch.nn.utils.prune` asks, whose masks are the shard's.
+    """
+    frame = calling_frame()
+    caller = None if frame is None else frame.f_back
+    if caller is not None and caller.f_globals.get("__name__") == _PRUNE:
+        sharding = next(x.sharding for x in args if isinstance(x, ShardedParameter))
+        raise mixes("prune", sharding, "compares parameters whose masks are shards")
+    if isinstance(args[0], ShardedParameter):
+        return cast(Tensor, func(args[0].full(), *args[1:]))
+    return cast(Tensor, args[0].view(whole_shape(marked(args[1]))))
+
+
 def _fact(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if func.__name__ in _WHOLE_FACTS and asking_module() == INIT:
+    if func.__name__ in _WHOLE_FACTS and asking_module() in (INIT, _VECTORS):
         return _by_rule(func, (marked(args[0]), *args[1:]), kwargs)
     value = local_call(func, args, kwargs)
     if func is torch.Tensor.detach and asking_module() == "torch.nn.modules.module":
@@ -297,6 +320,12 @@ def _set_attribute(
 ) -> None:
     """`weight.data = ...` takes a shard only, of anyone but torch itself."""
     parameter, value = args
+    if isinstance(value, ShardedTensor) and value.sharding == parameter.sharding:
+        value = value.to_local()  # what was kept of it: `old = weight.data.clone()`
+    if asking_module() == _VECTORS:
+        sharding = parameter.sharding
+        place = (sharding.dim, sharding.ranges, sharding.group)
+        value = collectives.own_shard(value, *place)
     if func == torch.Tensor.data.__set__ and isinstance(value, Tensor):  # type: ignore[attr-defined]
         own = local_call(_SHAPE, (parameter,), {})
         if value.shape != own and not asking_module().startswith("torch"):

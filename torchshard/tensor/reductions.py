@@ -20,6 +20,8 @@ from torchshard.tensor.sharded import (
     RULES,
     ShardedTensor,
     Sharding,
+    asked,
+    bound,
     expect_first,
     local_call,
     mark,
@@ -120,6 +122,24 @@ def _norm(
         return squeezed(largest, dims, keepdim).to(dtype)
     powers = ops.reduce(magnitudes.pow(order).sum(dims, True), x.sharding.group)
     return squeezed(root(powers, order), dims, keepdim).to(dtype)
+
+
+@rule(["linalg_norm"])
+def _linalg_norm(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """The norm of vectors, or of a matrix the root of its elements' squares."""
+    kwargs = dict(kwargs)
+    x = args[0] if args else kwargs.pop("A")
+    order, dim, keepdim = bound(args[1:], kwargs, ord=None, dim=None, keepdim=False)
+    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    is_vector = len(dims) == 1
+    if not is_vector and order not in (None, "fro"):
+        raise mixes("norm", x.sharding, f"of order {order!r} of a matrix has no rule")
+    order = order if is_vector and order is not None else 2
+    dtype = kwargs.get("dtype")
+    norm = torch.linalg.vector_norm
+    return cast(Tensor, asked(norm, x, order, dim, keepdim, dtype=dtype))
 
 
 @rule(["_foreach_norm"])
