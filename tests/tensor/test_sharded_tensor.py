@@ -438,7 +438,6 @@ def refusals():
         "both sharded": lambda: F.linear(batch, y),
         "glu": lambda: F.glu(y),
         "outer": lambda: torch.outer(y[0], y[0]),
-        "setitem": lambda: operator.setitem(y, 0, 1.0),
         "index list": lambda: y[[0, 1]],
         "index mask": lambda: y[y > 0],
         "index bool": lambda: y[True],
