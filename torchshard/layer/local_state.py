@@ -23,6 +23,7 @@ from torchshard.tensor import ShardedTensor, Sharding
 from torchshard.tensor.compiler import take_marked_inputs
 from torchshard.tensor.dtensors import in_form, wanted_form, without_dtensor
 from torchshard.tensor.parameter import ShardedParameter, known_as_shard
+from torchshard.tensor.recomputation import keep_marks_of_inputs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -173,6 +174,7 @@ class LocalState(nn.Module):
         optimizer_checks.watch_steps(self.group)
         if self.group.size > 1:
             take_marked_inputs()
+            keep_marks_of_inputs()
         for name in list(self._specs):
             tensor = self._held(name)
             if tensor is not None:

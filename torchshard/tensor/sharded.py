@@ -26,6 +26,7 @@ from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.layout import Ranges
 from torchshard.tensor.compiler import compiler_looks, take_marked_inputs, uncompiled
 from torchshard.tensor.composed import python_code
+from torchshard.tensor.recomputation import keep_marks_of_inputs
 from torchshard.tensor.sameness import expect_same_operands
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class ShardedTensor(torch.Tensor):
         if group.size == 1:
             return x
         take_marked_inputs()
+        keep_marks_of_inputs()
         ranges = ranges or ops.exchanged_ranges(x, dim, group)
         sharding = Sharding(dim % x.dim(), ranges, group)
         if x.shape[dim] != sharding.length:
