@@ -241,3 +241,95 @@ def applied():
 def test_apply_finds_the_layers_that_it_asks_for(world_size):
     """`isinstance(module, nn.Linear)` holds in a function given to `apply`, bit for bit."""
     run_ranks(applied, world_size)
+
+
+def loss_of(model):
+    return model(randoms((5, 4), 1)).square().mean()
+
+
+def by_norm(grad):
+    return grad / (grad.norm() + 1e-6)
+
+
+def penalty(model):
+    """A norm of all gradients, differentiated."""
+    loss = loss_of(model)
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    (loss + torch.stack([g.norm() for g in grads]).norm()).backward()
+
+
+def adaptive_weight(model):
+    """Of two losses, the second weighted by the ratio of their gradients' norms."""
+    first, second = loss_of(model), model(randoms((5, 4), 2)).abs().mean()
+    last = model[2].weight
+    norms = [
+        torch.autograd.grad(x, last, retain_graph=True)[0].norm()
+        for x in (first, second)
+    ]
+    (first + second * (norms[0] / norms[1]).detach()).backward()
+
+
+def step_by_hand(model):
+    grads = torch.autograd.grad(loss_of(model), list(model.parameters()))
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    with torch.no_grad():
+        for p, g in zip(model.parameters(), grads, strict=True):
+            p -= 0.1 * g / norm
+    loss_of(model).backward()
+
+
+def hooked(model):
+    for p in model.parameters():
+        p.register_hook(by_norm)
+    loss_of(model).backward()
+
+
+def hooked_between(model):
+    h = model[0](randoms((5, 4), 1))
+    h.register_hook(by_norm)
+    model[2](h).square().sum().backward()
+
+
+def kept_graph(model):
+    loss_of(model).backward(create_graph=True)
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    model.zero_grad()
+    norm.backward()
+
+
+def counted_together(model):
+    seen = []
+    torch.autograd.graph.register_multi_grad_hook(
+        tuple(model.parameters()), lambda grads: seen.append(len(grads))
+    )
+    loss_of(model).backward()
+    assert seen == [4]
+
+
+def gradients_elsewhere(use):
+    dense, model = mlp(), mlp()
+    ts.parallelize(model, {"0": "column", "2": "row"})
+    for module in (dense, model):
+        use(module)
+    for name, parameter in model.named_parameters():
+        place = ts.owners.owner_of(parameter)
+        grad = ts.state.gathered(parameter.grad.detach(), *place)
+        close(grad, dense.get_parameter(name).grad, name, 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize(
+    "use",
+    [
+        penalty,
+        adaptive_weight,
+        step_by_hand,
+        hooked,
+        hooked_between,
+        kept_graph,
+        counted_together,
+    ],
+)
+def test_gradients_that_are_not_in_grad(use):
+    """Those of `torch.autograd.grad`, in hooks, and such that are differentiated again."""
+    run_ranks(gradients_elsewhere, 3, use)

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 _PASSED_THROUGH = frozenset(
     [
         "torch.overrides",
+        "torch.autograd",
         "torch._tensor",
         "torch.functional",
         "torch.nn.functional",
+        "torchshard.tensor.backward",
         "torchshard.tensor.gradient",
         "torchshard.tensor.parameter",
         __name__,
@@ -29,6 +31,7 @@ _PASSED_THROUGH = frozenset(
 )
 KEEPERS = (
     "torch.optim",
+    "torch.autograd.graph",
     "torch.distributed",
     "torch.nn.modules.module",
     "torch.nn.parameter",

@@ -8,10 +8,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torchshard.distributed.transforms import is_marked
 from torchshard.tensor.sharded import (
     RULES,
     ShardedTensor,
+    Sharding,
+    bound,
     is_in_backward,
+    local,
     local_call,
     mark,
     mixes,
@@ -107,8 +111,15 @@ PLAIN = """
 def _plain(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Facts about the storage, and hooks: those of the shard."""
+    """Facts about the storage are the shard's; a hook is given the gradient marked."""
+    if func is torch.Tensor.register_hook and not torch.compiler.is_compiling():
+        x, hook = bound(args, kwargs, self=None, hook=None)
+        args, kwargs = (x, _marking(hook, x.sharding)), {}
     return local_call(func, args, kwargs)
+
+
+def _marking(hook: Callable[..., Any], sharding: Sharding) -> Callable[..., Any]:
+    return lambda grad: local(hook(grad if is_marked(grad) else mark(grad, sharding)))
 
 
 @rule(["__set__"])

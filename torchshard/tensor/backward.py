@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torchshard.distributed import ops
+from torchshard.distributed.transforms import is_marked
+from torchshard.tensor.asker import KEEPERS, asking_module
+from torchshard.tensor.gradient import known_as_gradient
 from torchshard.tensor.sharded import ShardedTensor, local, mark, rule
 
 
@@ -53,9 +56,14 @@ def _edge(x: Any) -> Any:
         return torch.autograd.graph.get_gradient_edge(x)
 
 
-def _marked_like(grad: Tensor, x: Tensor) -> Tensor:
-    is_shard = isinstance(x, ShardedTensor) and not isinstance(grad, ShardedTensor)
-    return mark(grad, cast(ShardedTensor, x).sharding) if is_shard else grad
+def _marked_like(grad: Tensor, x: Any) -> Tensor:
+    """Return the gradient as that of a shard, or of a parameter for code outside torch."""
+    if is_marked(grad) or not is_marked(x):
+        return grad
+    if isinstance(x, ShardedTensor):
+        return mark(grad, x.sharding)
+    keeps = asking_module().startswith(KEEPERS)
+    return grad if keeps else known_as_gradient(grad, x.sharding)
 
 
 def _own_gradients(outputs: Any, grads: Any) -> Any:

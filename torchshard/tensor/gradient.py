@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from torchshard.tensor.asker import asking_module
 from torchshard.tensor.compiler import uncompiled
 from torchshard.tensor.sharded import (
+    ANSWERS_FIRST,
     ShardedTensor,
     Sharding,
     local,
@@ -66,6 +67,8 @@ class ShardedGradient(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if any(kind in ANSWERS_FIRST for kind in types):
+            return NotImplemented
         if any(issubclass(kind, ShardedTensor) for kind in types):
             args, kwargs = tree_map(_marked, args), tree_map(_marked, kwargs)
             return ShardedTensor.__torch_function__(func, (), args, kwargs)
@@ -107,13 +110,13 @@ def _common_sharding(values: list[Any]) -> Sharding | None:
 
 
 def known_as_gradient(grad: Tensor, sharding: Sharding) -> Tensor:
-    """Return the gradient of a parameter that is divided so; one to be differentiated as it is.
+    """Return the gradient of a parameter that is divided so; marked, to be differentiated.
 
     It shares the gradient's storage. A sparse one has none that could be shared, and is the
     same object.
     """
     if grad.requires_grad:
-        return grad
+        return mark(grad, sharding)
     if grad.is_sparse:
         grad.__class__ = ShardedGradient  # undone by `known_as_plain`
         shard = cast(ShardedGradient, grad)
@@ -125,12 +128,26 @@ def known_as_gradient(grad: Tensor, sharding: Sharding) -> Tensor:
 
 def known_as_plain(grad: Tensor) -> Tensor:
     """Return the gradient for who keeps parameters, and takes it for the shard that it is."""
+    if isinstance(grad, ShardedTensor):
+        return grad.to_local()
     if not isinstance(grad, ShardedGradient):
         return grad
     if not grad.is_sparse:
         return torch.Tensor._make_subclass(Tensor, grad, False)
     grad.__class__ = Tensor  # type: ignore[assignment]
     return grad
+
+
+def hook_of_gradient(
+    hook: Callable[..., Any], sharding: Sharding
+) -> Callable[..., Any]:
+    """Return the hook that gives `hook` the gradient of what is divided so."""
+
+    def on_gradient(grad: Tensor) -> Any:
+        result = hook(known_as_gradient(grad, sharding))
+        return known_as_plain(result) if isinstance(result, Tensor) else result
+
+    return on_gradient
 
 
 def _marked(value: Any) -> Any:

@@ -49,6 +49,7 @@ from torchshard.tensor.dtensors import in_form, wanted_form
 from torchshard.tensor.filling import fill_as_whole, fill_in_stream
 from torchshard.tensor.gradient import (
     ShardedGradient,
+    hook_of_gradient,
     known_as_gradient,
     known_as_plain,
 )
@@ -57,6 +58,7 @@ from torchshard.tensor.sharded import (
     RULES,
     ShardedTensor,
     Sharding,
+    bound,
     compiled_call,
     local_call,
     mark,
@@ -254,6 +256,9 @@ def _fact(
 ) -> Any:
     if func.__name__ in _WHOLE_FACTS and asking_module() in (INIT, _VECTORS):
         return _by_rule(func, (marked(args[0]), *args[1:]), kwargs)
+    if func is torch.Tensor.register_hook and not asking_module().startswith(KEEPERS):
+        parameter, hook = bound(args, kwargs, self=None, hook=None)
+        args, kwargs = (parameter, hook_of_gradient(hook, parameter.sharding)), {}
     value = local_call(func, args, kwargs)
     if func is torch.Tensor.detach and asking_module() == "torch.nn.modules.module":
         # A plain module saves what it shares with a layer.
