@@ -454,6 +454,7 @@ class Head(nn.Module):
 '''
 
 
+@pytest.mark.prove
 def test_a_class_that_changed_is_read_again_on_demand(here: Path) -> None:
     """`--from` again gives an update; without it the layer is as it was read."""
     command = [sys.executable, "-m", "torchshard_cli"]

@@ -728,7 +728,9 @@ class TestTest:
             ("{{ nope }}", "'nope' is undefined"),
             ("def f(:", "invalid syntax"),
             takes_long("raise ValueError('at import')", "ValueError: at import"),
-            ("{% if not cookiecutter.bias %}\nwidth = no\n{% endif %}", "NameError"),
+            takes_long(
+                "{% if not cookiecutter.bias %}\nwidth = no\n{% endif %}", "NameError"
+            ),
         ],
     )
     def test_what_is_wrong_with_a_rendering_fails(self, mine, line, problem):
@@ -748,6 +750,7 @@ class TestTest:
         assert result.exit_code == 1
         assert "pytest found no test in what was generated" in result.stdout
 
+    @pytest.mark.prove
     def test_what_follows_two_dashes_goes_to_pytest(self, mine):
         """Also without a name before it."""
         result = self.run(mine, "--trust", "--", "-k", "nothing_like_it")

@@ -522,10 +522,11 @@ def test_a_package_that_is_not_installed(tmp_path: Path, target: str) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param("strange/tests/test_own.py", marks=pytest.mark.prove),
+        "strange/tests/test_own.py",
         "tests/test_own.py",
     ],
 )
+@pytest.mark.prove
 def test_a_package_elsewhere_on_the_path(
     cases: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ def results():
     return example.results(6)
 
 
+@pytest.mark.prove
 def test_arcface_parts_the_classes_wider_on_one_rank_as_on_two():
     """Margin and accuracy of unseen digits are above those of a softmax head; losses agree."""
     one, two = run_ranks(results, 1)[0], run_ranks(results, 2)[0]
