@@ -120,7 +120,9 @@ def _norm(
     if order == float("inf"):
         largest = _whole_extreme(mark(magnitudes, x.sharding), dims, True)
         return squeezed(largest, dims, keepdim).to(dtype)
-    powers = ops.reduce(magnitudes.pow(order).sum(dims, True), x.sharding.group)
+    # The slope of |x|^p at 0 is infinite for p < 1; torch's norm takes it for 0.
+    own = root(magnitudes, 1 / order) if order < 1 else magnitudes.pow(order)
+    powers = ops.reduce(own.sum(dims, True), x.sharding.group)
     return squeezed(root(powers, order), dims, keepdim).to(dtype)
 
 
