@@ -471,7 +471,7 @@ def test_a_class_that_changed_is_read_again_on_demand(here: Path) -> None:
     generate(*words)
     changed = HEAD.replace("self.weight.T", "self.weight.T * 2")
     (here / "my_heads.py").write_text(changed, "utf-8")
-    assert "nothing to write" in run("new-layer", "ParallelHead").output
+    assert "nothing to write" in generate("new-layer", "ParallelHead")
     assert "  update     parallel_head.py" in generate(*words)
     assert "@ self.weight.T * 2\n" in (here / "parallel_head.py").read_text("utf-8")
     # The header says what to read where the lock is lost.

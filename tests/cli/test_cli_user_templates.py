@@ -753,9 +753,10 @@ class TestTest:
     @pytest.mark.prove
     def test_what_follows_two_dashes_goes_to_pytest(self, mine):
         """Also without a name before it."""
-        result = self.run(mine, "--trust", "--", "-k", "nothing_like_it")
-        assert result.exit_code == 1
-        assert "1 deselected" in result.stdout or "no tests" in result.stdout
+        for words in (("mine", "--trust"), ("--trust",)):
+            result = self.run(mine, *words, "--", "-k", "nothing_like_it")
+            assert result.exit_code == 1
+            assert "1 deselected" in result.stdout or "no tests" in result.stdout
 
     @pytest.mark.prove
     def test_without_ruff_the_rest_is_tried_and_it_is_said(self, mine, monkeypatch):

@@ -519,14 +519,8 @@ def test_a_package_that_is_not_installed(tmp_path: Path, target: str) -> None:
     assert result.stdout.splitlines()[-1] == PROVED
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        "strange/tests/test_own.py",
-        "tests/test_own.py",
-    ],
-)
 @pytest.mark.prove
+@pytest.mark.parametrize("cases", ["strange/tests/test_own.py", "tests/test_own.py"])
 def test_a_package_elsewhere_on_the_path(
     cases: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,10 +20,9 @@ from torchshard.layer.declaration import ParameterSpec
 from torchshard.layout import Ranges
 from torchshard.shard_notes import expect_own_shards, note_shards
 from torchshard.tensor import ShardedTensor, Sharding
-from torchshard.tensor.compiler import take_marked_inputs
 from torchshard.tensor.dtensors import in_form, wanted_form, without_dtensor
 from torchshard.tensor.parameter import ShardedParameter, known_as_shard
-from torchshard.tensor.recomputation import keep_marks_of_inputs
+from torchshard.tensor.sharded import let_torch_take_marks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -173,8 +172,7 @@ class LocalState(nn.Module):
     def _remember_tensors(self) -> None:
         optimizer_checks.watch_steps(self.group)
         if self.group.size > 1:
-            take_marked_inputs()
-            keep_marks_of_inputs()
+            let_torch_take_marks()
         for name in list(self._specs):
             tensor = self._held(name)
             if tensor is not None:

@@ -35,7 +35,8 @@ from torchshard.tensor.sharded import (
 _NAMES = """
     abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
     reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc sigmoid
-    arcsin arccos arctan arcsinh arccosh arctanh erfinv lgamma digamma sinc i0 deg2rad rad2deg signbit
+    arcsin arccos arctan arcsinh arccosh arctanh erfinv lgamma digamma sinc i0
+    deg2rad rad2deg signbit
     logit sign sgn floor ceil round trunc frac clamp clip clamp_min clamp_max nan_to_num
     isnan isinf isfinite relu relu6 leaky_relu elu selu celu gelu silu mish softplus softsign
     hardtanh hardsigmoid hardswish hardshrink softshrink tanhshrink threshold _threshold log_sigmoid

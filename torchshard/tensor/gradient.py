@@ -73,11 +73,7 @@ class ShardedGradient(Tensor):
             args, kwargs = tree_map(_marked, args), tree_map(_marked, kwargs)
             return ShardedTensor.__torch_function__(func, (), args, kwargs)
         name = getattr(func, "__name__", "")
-        is_of_all = name in _OF_ALL_ELEMENTS and len(args) == 1 and _is_dense(args[0])
-        is_of_all = is_of_all and not kwargs.keys() & {"dim", "axis", "out"}
-        is_of_all |= name in _NORMS
-        is_of_all |= name in _JOINS and not asking_module().startswith("torchshard")
-        if is_of_all and not torch.compiler.is_compiling():
+        if _is_of_the_whole(name, args, kwargs) and not torch.compiler.is_compiling():
             args, kwargs = tree_map(_marked, args), tree_map(_marked, kwargs)
             return ShardedTensor.__torch_function__(func, (), args, kwargs)
         result = local_call(func, args, kwargs)
@@ -91,6 +87,16 @@ class ShardedGradient(Tensor):
 
 
 uncompiled(ShardedGradient)
+
+
+def _is_of_the_whole(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function goes by the rules of marked tensors, and not by the shard."""
+    if name in _OF_ALL_ELEMENTS:
+        is_of_all = len(args) == 1 and not kwargs.keys() & {"dim", "axis", "out"}
+        return is_of_all and _is_dense(args[0])
+    if name in _JOINS:
+        return not asking_module().startswith("torchshard")
+    return name in _NORMS
 
 
 def _is_dense(value: Any) -> bool:

@@ -325,15 +325,15 @@ def _set_attribute(
 ) -> None:
     """`weight.data = ...` takes a shard only, of anyone but torch itself."""
     parameter, value = args
-    if isinstance(value, ShardedTensor) and value.sharding == parameter.sharding:
+    sharding = parameter.sharding
+    if isinstance(value, ShardedTensor) and value.sharding == sharding:
         value = value.to_local()  # what was kept of it: `old = weight.data.clone()`
-    if asking_module() == _VECTORS:
-        sharding = parameter.sharding
-        place = (sharding.dim, sharding.ranges, sharding.group)
-        value = collectives.own_shard(value, *place)
     if func == torch.Tensor.data.__set__ and isinstance(value, Tensor):  # type: ignore[attr-defined]
-        own = local_call(_SHAPE, (parameter,), {})
-        if value.shape != own and not asking_module().startswith("torch"):
+        own, asker = local_call(_SHAPE, (parameter,), {}), asking_module()
+        if asker == _VECTORS:
+            place = (sharding.dim, sharding.ranges, sharding.group)
+            value = collectives.own_shard(value, *place)
+        if value.shape != own and not asker.startswith("torch"):
             raise ShapeError(
                 f"weight.data = ... was given shape {tuple(value.shape)}; the parameter is"
                 f" this rank's shard, of shape {tuple(own)}. Load whole values with"

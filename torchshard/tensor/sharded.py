@@ -122,8 +122,7 @@ class ShardedTensor(torch.Tensor):
         group = resolve_group(group)
         if group.size == 1:
             return x
-        take_marked_inputs()
-        keep_marks_of_inputs()
+        let_torch_take_marks()
         ranges = ranges or ops.exchanged_ranges(x, dim, group)
         sharding = Sharding(dim % x.dim(), ranges, group)
         if x.shape[dim] != sharding.length:
@@ -223,6 +222,12 @@ def _is_called_by_a_graph() -> bool:
             return is_graph or (is_own and not name.startswith("torch.testing."))
         frame = frame.f_back
     return False
+
+
+def let_torch_take_marks() -> None:
+    """Have compiled graphs and checkpoints take marked inputs, until the group is destroyed."""
+    take_marked_inputs()
+    keep_marks_of_inputs()
 
 
 def is_in_backward() -> bool:

@@ -33,6 +33,7 @@ from torchshard.errors import RankError
 from torchshard.testing.origins import OriginFinder, Origins, origins_of
 
 _PRELOADED = ["torch", "torch._dynamo", "torchshard.testing"]
+"""What `check_layer` needs, compiling too; each rank would import it again."""
 _GRACE_S = 3.0
 """How long the other ranks may go on after one has failed, to fail with a word of their own."""
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
