@@ -16,6 +16,9 @@ with warnings.catch_warnings():
     # Ranks that compile then find it imported: see `torchshard.testing.run_ranks`.
     importlib.import_module("torch._inductor.compile_fx")
 
+_COMPILED = {"test_compiles", "test_compiled_as_one_graph"}
+_ALWAYS_COMPILED = {"test_parallel_multihead_attention.py", "test_attention.py"}
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _interrupts_arrive():
@@ -30,7 +33,7 @@ def _interrupts_arrive():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the runs on two and four ranks of what is also run on three as `prove`."""
+    """Mark what others stand for as `prove`."""
     sizes: dict[str, set[object]] = {}
     for item in items:
         sizes.setdefault(_swept(item), set()).add(_world_size(item))
@@ -39,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # On one rank nothing is marked, and a rule of tests/tensor is not reached.
         covered = {1, 2} if item.path.parent.name == "tensor" else {2}
         is_covered = 3 in others and _world_size(item) in covered
+        if item.name in _COMPILED and item.path.name not in _ALWAYS_COMPILED:
+            is_covered = True
         if is_covered or (_world_size(item) == 4 and others & {2, 3}):
             item.add_marker("prove")
 

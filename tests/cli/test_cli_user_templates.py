@@ -470,18 +470,19 @@ path.write_text(path.read_text() + "hooked = True\\n")
 class TestHooks:
     """Programs of a template around the rendering."""
 
-    def test_row_11_hooks_run_only_where_trusted(self, mine):
+    def test_row_11_hooks_run_only_where_trusted(self, mine, tmp_path, monkeypatch):
         """They change what is generated; what they print is not mixed into JSON."""
         write(own(mine, "mine/hooks/post_gen_project.py"), HOOK)
         stderr_of(mine, "new-layer", "ParallelMine", exit_code=4)
-        before = set(os.listdir(tempfile.gettempdir()))
+        temporary = tmp_path / "temporary"
+        temporary.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
         result = mine.run("new-layer", "ParallelMine", "--trust", "--json")
         assert json.loads(result.stdout)["written"] is True
         module = mine.root / "zoo" / "parallel_mine.py"
         assert module.read_text("utf-8").endswith("hooked = True\n")
         assert mine.run("check", "--trust", "--strict").exit_code == 0
-        left = set(os.listdir(tempfile.gettempdir())) - before
-        assert not {name for name in left if name.endswith(".py")}
+        assert not os.listdir(temporary)
 
     def test_what_a_hook_prints_stays_off_stdout(self, mine):
         """As a real process, where the hook has the same stdout."""

@@ -509,7 +509,11 @@ def package(name: str = "") -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "target", ["strange.own:ParallelOwn", "strange/own.py:ParallelOwn"]
+    "target",
+    [
+        "strange.own:ParallelOwn",
+        pytest.param("strange/own.py:ParallelOwn", marks=pytest.mark.prove),
+    ],
 )
 def test_a_package_that_is_not_installed(tmp_path: Path, target: str) -> None:
     """Found from the working directory, by module or by path; its test imports relatively."""

@@ -30,7 +30,11 @@ def loaded(context):
 
 
 @pytest.mark.parametrize(
-    "context", [None, "spawn", pytest.param("forkserver", marks=pytest.mark.prove)]
+    "context",
+    [
+        None,
+        *(pytest.param(n, marks=pytest.mark.prove) for n in ("forkserver", "spawn")),
+    ],
 )
 def test_a_data_loader_may_have_workers(context):
     """Whatever starts them."""

@@ -23,9 +23,11 @@ _PASSED_THROUGH = frozenset(
         "torch._tensor",
         "torch.functional",
         "torch.nn.functional",
+        "torchshard.tensor.attributes",
         "torchshard.tensor.backward",
         "torchshard.tensor.gradient",
         "torchshard.tensor.parameter",
+        "torchshard.tensor.sharded",
         __name__,
     ]
 )

@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torchshard.distributed.transforms import is_marked
+from torchshard.errors import ShardedOpError
+from torchshard.tensor.asker import asking_module
 from torchshard.tensor.sharded import (
     RULES,
     ShardedTensor,
@@ -38,6 +40,12 @@ def _attribute(
         return RULES["transpose"](func, (x, -2, -1), {})
     if func in _COMPLEX:
         raise mixes("a complex view", x.sharding, "has no rule for sharded tensors")
+    if func == _GRAD_FN and asking_module() == "torch.nn.modules.module":
+        raise ShardedOpError(
+            "register_backward_hook was called on a module whose output is spread over ranks;"
+            " its hook would be given this rank's part of the gradients. Call"
+            " register_full_backward_hook, whose hooks are given sharded gradients."
+        )
     result = local_call(func, args, kwargs)
     # Inside backward a checkpoint hands `x.grad` on to autograd, which knows no marks.
     if isinstance(result, Tensor) and func in _ALIKE and not is_in_backward():
@@ -51,6 +59,7 @@ def getter(name: str) -> Any:
 
 
 _COMPLEX = [getter("H"), getter("mH"), getter("real"), getter("imag")]
+_GRAD_FN = getter("grad_fn")
 _ALIKE = [getter("data"), getter("grad")]
 
 

@@ -26,6 +26,7 @@ from torchshard.errors import ShapeError, ShardedOpError
 from torchshard.layout import Ranges
 from torchshard.tensor.compiler import compiler_looks, take_marked_inputs, uncompiled
 from torchshard.tensor.composed import python_code
+from torchshard.tensor.module_hooks import mark_gradients_for_hooks
 from torchshard.tensor.recomputation import keep_marks_of_inputs
 from torchshard.tensor.sameness import expect_same_operands
 
@@ -225,9 +226,10 @@ def _is_called_by_a_graph() -> bool:
 
 
 def let_torch_take_marks() -> None:
-    """Have compiled graphs and checkpoints take marked inputs, until the group is destroyed."""
+    """Have graphs, checkpoints and backward hooks take marks, until the group is destroyed."""
     take_marked_inputs()
     keep_marks_of_inputs()
+    mark_gradients_for_hooks()
 
 
 def is_in_backward() -> bool:
