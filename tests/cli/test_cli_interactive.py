@@ -248,6 +248,7 @@ def test_a_pipe_gets_no_colours(project):
     assert ESCAPE not in done.stdout + done.stderr
 
 
+@pytest.mark.prove
 def test_testing_a_template_shows_how_far_it_is(project):
     """A bar with the choice, which is gone at the end; the table stays."""
     terminal = Terminal(project, "templates", "test", "tiny")

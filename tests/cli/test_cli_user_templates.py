@@ -687,6 +687,7 @@ class TestTest:
     def run(self, project, *arguments):
         return project.run("templates", "test", *arguments)
 
+    @pytest.mark.prove
     def test_every_choice_is_rendered_and_tested(self, mine):
         """A row for the default and for each other choice; exit code 0."""
         result = self.run(mine, "mine", "--trust")

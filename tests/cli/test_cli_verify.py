@@ -648,6 +648,7 @@ def test_a_layer_that_hangs(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.prove
 def test_ctrl_c(tmp_path: Path) -> None:
     """Off a terminal, from all processes of the group at once: a word, 130, no traceback."""
     lay_out(tmp_path, {"sleeper.py": SLEEPER})

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils.hooks import BackwardHook
+from torch.utils import hooks
 from torchshard.distributed.groups import at_destroy
 from torchshard.distributed.transforms import is_marked
 
-_class: Any = BackwardHook
-_ON_TENSORS = BackwardHook._apply_on_tensors
+_class: Any = hooks.BackwardHook
+_ON_TENSORS: Any = hooks.BackwardHook._apply_on_tensors
 
 
 def mark_gradients_for_hooks() -> None:
@@ -28,12 +28,12 @@ def _restore() -> None:
     _class._apply_on_tensors = _ON_TENSORS
 
 
-def _on_tensors(self: BackwardHook, found: Callable[[Any], None], args: Any) -> Any:
+def _on_tensors(self: hooks.BackwardHook, found: Callable[[Any], None], args: Any) -> Any:
     """Take the tensors that go into a module or come out of it, as torch's own does.
 
     `found` is given the node whose gradients are theirs, to register a hook on.
     """
-    tensors = [x for x in args if isinstance(x, Tensor)]
+    tensors: list[Any] = [x for x in args if isinstance(x, Tensor)]
     shardings = [x.sharding if is_marked(x) else None for x in tensors]
     if any(shardings):
         return _ON_TENSORS(
