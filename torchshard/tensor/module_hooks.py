@@ -28,7 +28,9 @@ def _restore() -> None:
     _class._apply_on_tensors = _ON_TENSORS
 
 
-def _on_tensors(self: hooks.BackwardHook, found: Callable[[Any], None], args: Any) -> Any:
+def _on_tensors(
+    self: hooks.BackwardHook, found: Callable[[Any], None], args: Any
+) -> Any:
     """Take the tensors that go into a module or come out of it, as torch's own does.
 
     `found` is given the node whose gradients are theirs, to register a hook on.
