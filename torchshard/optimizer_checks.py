@@ -20,7 +20,7 @@ from torchshard.data_parallel import spans_shards
 from torchshard.distributed.groups import ShardGroup, at_destroy
 from torchshard.errors import GroupError
 from torchshard.optimizer_state import divide_state
-from torchshard.optimizer_trial import expect_right_on_shards
+from torchshard.optimizer_trial import expect_right_on_shards, keep_state_known
 from torchshard.owners import shard_owner_of
 
 _hooks: list[RemovableHandle] = []
@@ -35,6 +35,7 @@ def watch_steps(group: ShardGroup) -> None:
         expect_elementwise,
         divide_state,
         expect_right_on_shards,
+        keep_state_known,
     )
     _hooks.extend(register_optimizer_step_pre_hook(check) for check in checks)
     at_destroy(_forget)

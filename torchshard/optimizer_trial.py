@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,12 @@ from torchshard.errors import GroupError, TorchShardError
 from torchshard.layout import balanced_ranges
 from torchshard.owners import shard_owner_of
 from torchshard.tensor import Sharding
-from torchshard.tensor.parameter import known_as_shard
+from torchshard.tensor.gradient import ShardedGradient, known_as_gradient
+from torchshard.tensor.parameter import ShardedParameter, known_as_shard
 
 _tried: WeakSet[Optimizer] = WeakSet()
+_alike: WeakKeyDictionary[Optimizer, set[str]] = WeakKeyDictionary()
+"""What of an optimizer's state is made like its parameters, by name."""
 _OURS_AND_TORCHS = ("torch.", "torchshard.")
 _LARGEST_DIM = 256
 _TRIALS = 4
@@ -69,6 +72,7 @@ def expect_right_on_shards(
     if _holds_more(optimizer):
         return
     group = trials[0].group
+    _alike[optimizer] = set()
     for trial in trials:
         faults = from_all_ranks(_fault(optimizer, trial), group)
         if any(faults):
@@ -79,6 +83,20 @@ def expect_right_on_shards(
                 " been changed yet. Use an optimizer that works element by element, such"
                 " as SGD, Adam or AdamW, for shards."
             )
+
+
+def keep_state_known(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Before a step, let state that was loaded or cut know what it is a part of, as in the trial."""
+    keys = None if torch.compiler.is_compiling() else _alike.get(optimizer)
+    if not keys:
+        return
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, ShardedParameter):
+            for key in keys & state.keys():
+                if type(state[key]) is Tensor:
+                    state[key] = known_as_gradient(state[key], parameter.sharding)
 
 
 def _trials(optimizer: Optimizer) -> Iterator[_Trial]:
@@ -139,11 +157,13 @@ def _fault(optimizer: Optimizer, trial: _Trial) -> str:
         )
         return ""
     try:
-        _step(optimizer, trial.options, shard, [own(grad) for grad in grads])
+        state = _step(optimizer, trial.options, shard, [own(grad) for grad in grads])
     except TorchShardError as error:
         return f"does what has no rule for shards: {error}"
     except Exception as error:
         return f"raised {type(error).__name__}: {error}."
+    is_alike = {key for key, x in state.items() if isinstance(x, ShardedGradient)}
+    _alike[optimizer].update(is_alike)
     change = (whole.detach() - start).abs().max()
     difference = (own(whole.detach()) - shard.to_local().detach()).abs()
     is_right = not difference.numel() or difference.max() <= _TOLERANCE * change
@@ -155,14 +175,15 @@ def _step(
     options: Mapping[str, Any],
     parameter: nn.Parameter,
     grads: list[Tensor],
-) -> None:
-    """Have a twin of the optimizer step the parameter with each gradient."""
+) -> dict[str, Any]:
+    """Have a twin of the optimizer step the parameter with each gradient; return its state."""
     twin = _twin(optimizer, options, parameter)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for grad in grads:
             parameter.grad = grad.clone()
             twin.step()
+    return dict(twin.state[parameter])
 
 
 def _twin(

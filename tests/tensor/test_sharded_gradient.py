@@ -1,7 +1,9 @@
 """A divided parameter's gradient in other code's hands: the shard, with the norm of the whole."""
 
 import copy
+import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from sharded_cases import close, randoms
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torchshard.errors import ShardedOpError, StateError
+from torchshard.tensor import mark, whole
 from torchshard.testing import run_ranks
 
 
@@ -92,7 +95,7 @@ def broken():
     _, model = twins()
     weight = model[0].weight
     if ts.distributed.get_rank() == 0:
-        weight.grad.view(-1)[:1].fill_(math.nan)
+        weight.grad.to_local().view(-1)[:1].fill_(math.nan)
     for case, is_broken in BROKEN.items():
         assert is_broken(weight.grad), case
 
@@ -122,14 +125,141 @@ def test_norms_are_of_the_whole(world_size):
     run_ranks(norms, world_size)
 
 
+ALONG_DIMS = {
+    "a mean": lambda g: g.mean(dim=0),
+    "a mean of the other dim": lambda g: g.mean(dim=1, keepdim=True),
+    "centred": lambda g: g - g.mean(dim=(0, 1), keepdim=True),
+    "centred along one": lambda g: g - g.mean(dim=0, keepdim=True),
+    "by its norms": lambda g: g / g.norm(dim=0, keepdim=True).clamp(min=1e-6),
+    "extremes": lambda g: g.amax(1) - g.amin(1),
+    "the largest": lambda g: g.abs().max(dim=0).values,
+    "by rows": lambda g: g.view(g.shape[0], -1).norm(dim=1),
+    "a row mask": lambda g: g * torch.arange(7.0).double()[:, None],
+    "a column mask": lambda g: g * torch.arange(4.0).double(),
+    "what is alike": lambda g: torch.where(g > 0, g, torch.zeros_like(g)).sum(0),
+    "a product": lambda g: g.T @ g,
+    "with a vector": lambda g: g @ torch.ones(4).double(),
+    "a row": lambda g: g[:, 1],
+    "some rows": lambda g: g[torch.tensor([6, 0, 3])],
+    "an update": lambda g: torch.zeros_like(g).lerp_(g, 0.1).square().mean(0),
+}
+WRITTEN = {
+    "a row": lambda g: g.__setitem__(0, 0.0),
+    "a slice": lambda g: g.__setitem__(slice(2, None), 1.0),
+    "where": lambda g: g.__setitem__(g > 0, 0.0),
+    "rows by a mask": lambda g: g.mul_((torch.arange(7.0) > 3).double()[:, None]),
+    "less its mean": lambda g: g.sub_(g.mean(1, keepdim=True)),
+    "less that of the other": lambda g: g.sub_(g.mean(0, keepdim=True)),
+    "clamped by its norm": lambda g: g.clamp_(max=g.norm() / 100),
+}
+REFUSED = {
+    "median": lambda g: g.median(),
+    "quantile": lambda g: g.quantile(0.9),
+    "svd": torch.linalg.svdvals,
+    "histc": torch.histc,
+}
+
+
+def along_dims():
+    dense, model = twins()
+    grads = [each[0].weight.grad for each in (dense, model)]
+    for case, use in ALONG_DIMS.items():
+        results = [use(grad) for grad in grads]
+        mine = results[1]
+        if hasattr(mine, "sharding"):
+            mine = whole(mark(mine.to_local(), mine.sharding))
+        close(mine, results[0], case)
+    for case, write in WRITTEN.items():
+        grads = [each[0].weight.grad.clone() for each in (dense, model)]
+        for grad in grads:
+            write(grad)
+        mine = whole(mark(grads[1].to_local(), grads[1].sharding))
+        close(mine, grads[0], f"written: {case}")
+    for case, use in REFUSED.items():
+        with pytest.raises(ShardedOpError, match="spread over"):
+            raise AssertionError(f"{case}: {use(grads[1])}")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_computed_of_it_is_the_wholes(world_size):
+    """Along a dim, by rows and beside masks of the whole; what has no rule is refused."""
+    run_ranks(along_dims, world_size)
+
+
+NOISE = {
+    "randn_like": torch.randn_like,
+    "rand_like": torch.rand_like,
+    "normal_": lambda x: torch.empty_like(x).normal_(std=0.1),
+    "uniform_": lambda x: torch.zeros_like(x).uniform_(-1, 1),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.5),
+    "dropout": lambda x: nn.functional.dropout(torch.ones_like(x)),
+    "init": lambda x: nn.init.normal_(torch.empty_like(x)),
+}
+
+
+def noises():
+    _, model = twins()
+    weight = model[0].weight  # of 7 x 4, 3 rows on one rank and 2 on others
+    for case, noise in NOISE.items():
+        for given in (weight, weight.grad, weight.grad.clone()):
+            with torch.no_grad():
+                drawn = noise(given)
+            assert drawn.is_leaf, case
+            own = drawn.to_local()
+            assert own.shape == weight.shape, case
+            weight.grad.add_(drawn)
+            streams = all_gather_object(torch.get_rng_state().tolist())
+            assert streams.count(streams[0]) == len(streams), case
+            rows = all_gather_object(own[0].tolist())
+            assert case.startswith(("bern", "drop")) or rows[0] != rows[1], case
+    weight.data.copy_(torch.empty_like(weight).fill_(2.0))
+    assert weight.sum() == 56
+
+
+def all_gather_object(value):
+    values = [None] * ts.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def test_noise_like_it_differs_between_ranks_and_leaves_their_streams_alike():
+    """A replicated parameter that draws next draws the same on all ranks."""
+    run_ranks(noises, 3)
+
+
+def copies():
+    _, model = twins()
+    grad = model[0].weight.grad
+    for copied in (copy.deepcopy(grad), grad.clone(), grad.detach(), grad.data, +grad):
+        close(copied.norm(), grad.norm(), "a copy")
+    file = io.BytesIO()
+    torch.save({"grad": grad, "like": torch.zeros_like(model[0].weight)}, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert {type(x) for x in loaded.values()} == {torch.Tensor}
+    assert torch.equal(loaded["grad"], grad.to_local())
+    assert type(pickle.loads(pickle.dumps(grad))) is torch.Tensor
+    model[0].weight.grad = loaded["grad"]
+    close(model[0].weight.grad.norm(), grad.norm(), "set again")
+    assert repr(grad).startswith("ShardedGradient(")
+    assert grad.numpy().shape == grad.shape == grad.to_local().shape
+
+
+def test_copies_know_what_they_are_copies_of():
+    """A pickle is a plain tensor, which another rank may read."""
+    run_ranks(copies, 2)
+
+
 def other_uses():
     _, model = twins()
     layer = model[0]
     own = layer.weight.to_local().shape
     grad = layer.weight.grad
     plain = torch.zeros(own).double() + grad
-    assert type(plain) is torch.Tensor
+    assert type(plain) is type(grad), "beside a tensor of the shard's shape"
     assert grad.shape == plain.shape == own
+    plain = plain.to_local()
     assert (grad - plain).abs().max() == 0
     with torch.no_grad():
         before = layer.weight.detach().clone()
@@ -143,7 +273,7 @@ def other_uses():
     assert layer.weight.grad.sum() == 0
     layer.weight.grad += 1
     assert layer.weight.grad.sum() == 28, "of the whole"
-    assert layer.weight.grad.sum(0).sum() == plain.numel(), "of the shard"
+    assert layer.weight.grad.sum(0).sum() == 28, "along a dim too"
     layer.weight.grad = plain
     layer.weight.grad.data.clamp_(max=0.01)
     assert layer.weight.grad.max() <= 0.01
@@ -212,7 +342,27 @@ def init_weights(module):
         nn.init.uniform_(module.weight)
 
 
-def applied():
+def init_by_hand(module):
+    """By sizes that it reads and numbers that it draws itself."""
+    if isinstance(module, nn.Linear):
+        bound = 1 / math.sqrt(module.weight.size(1))
+        module.weight.data.uniform_(-bound, bound)
+        module.bias.data = torch.randn(module.bias.shape) * len(module.bias)
+    elif isinstance(module, nn.Conv1d):
+        out, own, width = module.weight.shape
+        module.weight.data.copy_(torch.randn(out, own, width) / math.sqrt(own * width))
+        std = module.bias.numel() ** -0.5
+        torch.nn.init.trunc_normal_(whole := torch.empty(out), std=std)
+        with torch.no_grad():
+            module.bias.copy_(whole)
+    elif isinstance(module, nn.Embedding):
+        module.weight.data = torch.nn.init.xavier_normal_(
+            torch.empty_like(module.weight)
+        )
+        module.weight.data[0] = 0
+
+
+def applied(init):
     torch.manual_seed(1)
     dense = Initialised()
     torch.manual_seed(1)
@@ -222,7 +372,7 @@ def applied():
     classes = [type(module) for module in model.modules()]
     for module in (dense, model):
         torch.manual_seed(2)
-        module.apply(init_weights)
+        module.apply(init)
     assert [type(module) for module in model.modules()] == classes
     for key, value in ts.collect_state_dict(model).items():
         assert torch.equal(value, dense.state_dict()[key]), key
@@ -237,10 +387,11 @@ def applied():
     assert [type(module) for module in model.modules()] == classes
 
 
+@pytest.mark.parametrize("init", [init_weights, init_by_hand])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_apply_finds_the_layers_that_it_asks_for(world_size):
+def test_apply_finds_the_layers_that_it_asks_for(world_size, init):
     """`isinstance(module, nn.Linear)` holds in a function given to `apply`, bit for bit."""
-    run_ranks(applied, world_size)
+    run_ranks(applied, world_size, init)
 
 
 def loss_of(model):

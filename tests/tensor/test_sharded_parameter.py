@@ -153,8 +153,10 @@ def changed_in_place():
     close(
         whole_of(layer.weight, layer), dense.weight, "beside a tensor of its own size"
     )
-    with pytest.raises(ShapeError, match=r"weight\.data = .* was given shape \(5, 6\)"):
-        layer.weight.data = whole_values
+    with pytest.raises(ShapeError, match=r"weight\.data = .* was given shape \(5, 7\)"):
+        layer.weight.data = torch.ones(5, 7)
+    layer.weight.data = whole_values
+    close(layer.weight.full(), whole_values, "a whole assigned")
 
 
 def test_changes_in_place_are_those_of_the_whole():
@@ -171,7 +173,8 @@ def held_as_ever():
     assert (
         weight.shape == weight.detach().shape == torch.zeros_like(weight).shape == own
     )
-    assert type(weight.detach()) is type(torch.zeros_like(weight)) is torch.Tensor
+    assert type(weight.detach()) is torch.Tensor
+    assert type(torch.zeros_like(weight)) is ShardedGradient
     assert isinstance(copy.deepcopy(layer).weight, ShardedParameter)
     assert isinstance(copy.deepcopy(weight), ShardedParameter)
     assert isinstance(layer.float().weight, ShardedParameter)
@@ -258,7 +261,7 @@ def scaled():
     layer.weight.grad = torch.ones_like(layer.weight)
     layer.bias.grad = torch.ones_like(layer.bias)
     if layer.group.rank == 1:
-        layer.weight.grad[0, 0] = math.inf
+        layer.weight.grad.to_local()[0, 0] = math.inf
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
     scaler.update()

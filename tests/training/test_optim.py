@@ -377,15 +377,16 @@ def expect_refused(layer):
 def checks_come_and_go(path):
     assert step_checks() == []
     layer = ts.nn.ParallelLinear(3, 5, dim=1)
-    all_four = [
+    all_checks = [
         "expect_no_shards",
         "expect_elementwise",
         "divide_state",
         "expect_right_on_shards",
+        "keep_state_known",
     ]
-    assert step_checks() == all_four
+    assert step_checks() == all_checks
     expect_refused(ts.nn.ParallelLinear(3, 5, dim=0))
-    assert step_checks() == all_four
+    assert step_checks() == all_checks
     saved, rank = pickle.dumps(layer), ts.distributed.get_rank()
     ts.destroy_process_group()
     assert step_checks() == []
@@ -394,7 +395,7 @@ def checks_come_and_go(path):
     ts.init_process_group()
     assert step_checks() == []
     expect_refused(pickle.loads(saved))
-    assert step_checks() == all_four
+    assert step_checks() == all_checks
 
 
 def test_steps_are_checked_while_there_are_shards(tmp_path):

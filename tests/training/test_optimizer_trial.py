@@ -1,6 +1,7 @@
 """Optimizers that are not torch's: right on shards, or refused before their first step."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ class Decayed(Own):
 
 
 class ByState(Own):
-    """As LAMB: the norm of a tensor that knows nothing of shards."""
+    """As LAMB: the norm of state that is made like the parameter."""
 
     def update(self, p, grad, mean):
         return mean / (mean.norm() + 1e-6)
@@ -70,7 +71,7 @@ class Orthogonal(Own):
 
 
 class ByRow(Own):
-    """Right where columns are whole, wrong where they are divided."""
+    """A mean along one dim."""
 
     def update(self, p, grad, mean):
         return mean - mean.mean(-1, keepdim=True) if mean.dim() == 2 else mean
@@ -80,8 +81,25 @@ class OfTorchs(torch.optim.Adam):
     """A subclass of one's own."""
 
 
-RIGHT = [Own, Lars, Decayed, OfTorchs]
-REFUSED = [ByState, Cautious, Clipped, Orthogonal, ByRow]
+class ByPlainState(Own):
+    """The norm of a tensor that knows nothing of shards."""
+
+    def update(self, p, grad, mean):
+        own = self.state[p].setdefault("own", torch.zeros(p.shape, dtype=p.dtype))
+        own.add_(grad)
+        return own / (own.norm() + 1e-6)
+
+
+class ByPlainRow(Own):
+    """Right where columns are whole, wrong where they are divided."""
+
+    def update(self, p, grad, mean):
+        rows = grad.detach().numpy().mean(-1, keepdims=True)
+        return mean - torch.from_numpy(rows) if mean.dim() == 2 else mean
+
+
+RIGHT = [Own, Lars, Decayed, OfTorchs, ByState, Cautious, Clipped, ByRow]
+REFUSED = [Orthogonal, ByPlainState, ByPlainRow]
 
 
 def twins(plan):
@@ -141,6 +159,38 @@ def test_what_is_not_is_refused_before_its_first_step(cls):
     assert "Use an optimizer that works element by element" in messages[0]
 
 
+def resumed(way):
+    """State comes from a file, or from before the model was divided; then it trains on."""
+    dense, model = twins({"0": "column", "2": "row"})
+    if way == "divided late":
+        model = copy.deepcopy(dense)
+    optimizers = [ByState(each.parameters()) for each in (dense, model)]
+    for each, optimizer in zip((dense, model), optimizers, strict=True):
+        trained(each, optimizer)
+    if way == "divided late":
+        ts.parallelize(model, {"0": "column", "2": "row"})
+        resumed, own = optimizers[1], model
+    else:
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizers[1].state_dict()], file)
+        file.seek(0)
+        states = torch.load(file)
+        own = twins({"0": "column", "2": "row"})[1]
+        own.load_state_dict(states[0])
+        resumed = ByState(own.parameters())
+        resumed.load_state_dict(states[1])
+    trained(dense, optimizers[0])
+    trained(own, resumed)
+    for key, value in ts.collect_state_dict(own).items():
+        close(value, dense.state_dict()[key], f"{way}, {key}")
+
+
+@pytest.mark.parametrize("way", ["saved", "divided late"])
+def test_state_knows_what_it_is_a_part_of_again(way):
+    """As far as it was made like the parameter, by an optimizer that takes norms of it."""
+    run_ranks(resumed, 2, way)
+
+
 class Lookahead(Optimizer):
     """Holds another optimizer, which does the work."""
 
@@ -161,8 +211,8 @@ class NeedsClosure(Own):
 def holders():
     _, model = twins({"0": "column"})
     trained(model, Lookahead(torch.optim.SGD(model.parameters(), lr=0.1)))
-    with pytest.raises(GroupError, match="ByState"):
-        trained(model, Lookahead(ByState(model.parameters())))
+    with pytest.raises(GroupError, match="ByPlainState"):
+        trained(model, Lookahead(ByPlainState(model.parameters())))
     optimizer = NeedsClosure(model.parameters())
     model(randoms((5, 4), 1)).square().sum().backward()
     with pytest.warns(UserWarning, match="NeedsClosure could not be tried on divided"):
@@ -177,7 +227,7 @@ def test_holders_of_optimizers_and_what_cannot_be_tried():
 def row_divided():
     dense, model = twins({"0": "column"})
     for each in (dense, model):
-        trained(each, ByRow(each.parameters()))
+        trained(each, ByPlainRow(each.parameters()))
     for key, value in ts.collect_state_dict(model).items():
         close(value, dense.state_dict()[key], key)
 

@@ -282,15 +282,15 @@ class ParallelLayer(LocalState, ABC):
         """
         for child in self.children():
             child.apply(fn)
-        own_class = type(self)
-        if self.dense_class is None or issubclass(own_class, self.dense_class):
-            fn(self)
-            return self
-        passing = type(own_class.__name__, (own_class, self.dense_class), {})
-        self.__class__ = passing
+        own_class = passing = type(self)
+        if self.dense_class is not None and not issubclass(own_class, self.dense_class):
+            passing = type(own_class.__name__, (own_class, self.dense_class), {})
+            self.__class__ = passing
+        inside.applied += 1  # sizes of parameters read there are the whole's
         try:
             fn(self)
         finally:
+            inside.applied -= 1
             if type(self) is passing:
                 self.__class__ = own_class
         return self

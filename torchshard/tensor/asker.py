@@ -59,14 +59,24 @@ _WHOLE_ONLY = frozenset(
 
 
 class _Inside(threading.local):
-    """How many layers' forwards this thread is inside of."""
+    """How many layers' forwards, and functions given to `apply`, this thread is inside of."""
 
     def __init__(self) -> None:
         # Of each thread's own: a compiled graph's guards look for it there.
         self.depth = 0
+        self.applied = 0
 
 
 inside = _Inside()
+
+
+def counts_fans(asker: str) -> bool:
+    """Return whether who asks for a size fills a tensor by it, and wants the whole's.
+
+    `torch.nn.init` does, and a function that was given to `model.apply`.
+    """
+    is_own = asker.split(".")[0] in ("torch", "torchshard")
+    return asker == INIT or (inside.applied > 0 and not is_own)
 
 
 def asking_module() -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchshard.distributed.transforms import is_marked
 from torchshard.errors import ShardedOpError
-from torchshard.tensor.asker import asking_module
+from torchshard.tensor.asker import calling_frame
 from torchshard.tensor.sharded import (
     RULES,
     ShardedTensor,
@@ -40,7 +40,7 @@ def _attribute(
         return RULES["transpose"](func, (x, -2, -1), {})
     if func in _COMPLEX:
         raise mixes("a complex view", x.sharding, "has no rule for sharded tensors")
-    if func == _GRAD_FN and asking_module() == "torch.nn.modules.module":
+    if func == _GRAD_FN and _is_asked_by_a_call():
         raise ShardedOpError(
             "register_backward_hook was called on a module whose output is spread over ranks;"
             " its hook would be given this rank's part of the gradients. Call"
@@ -51,6 +51,14 @@ def _attribute(
     if isinstance(result, Tensor) and func in _ALIKE and not is_in_backward():
         return mark(result, x.sharding)
     return result
+
+
+def _is_asked_by_a_call() -> bool:
+    """Return whether a module that was called asks, to register its non-full backward hooks."""
+    frame = None if torch.compiler.is_compiling() else calling_frame()
+    if frame is None or frame.f_globals.get("__name__") != "torch.nn.modules.module":
+        return False
+    return frame.f_code.co_name in ("inner", "_call_impl")
 
 
 def getter(name: str) -> Any:
@@ -114,6 +122,20 @@ PLAIN = """
     requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook is_pinned
     _is_view __reduce_ex__ is_inference is_set_to has_names
     """.split()
+
+_FACTS = """
+    size __len__ numel nelement detach __repr__ __format__ __deepcopy__ storage _typed_storage
+    share_memory_ is_shared type dtype is_same_size as_subclass _has_compatible_shallow_copy_type
+    _backward_hooks _make_subclass is_nonzero requires_grad __setstate__ __dlpack_device__ tolist numpy
+    """.split()
+_LISTS = [
+    name
+    for name in dir(torch)
+    if name.startswith(("_foreach_", "_fused_")) and "norm" not in name
+]
+"""What an optimizer calls with all parameters at once."""
+OF_THE_SHARD = frozenset([*PLAIN, *_FACTS, *_LISTS])
+"""What a divided parameter and its gradient answer for the shard, whoever asks."""
 
 
 @rule(PLAIN)

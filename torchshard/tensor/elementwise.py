@@ -116,7 +116,7 @@ def _to(
 
 
 @rule(_RANDOM)
-def _random(
+def noise(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Masks of shards are drawn from the rank's own stream."""

@@ -11,6 +11,14 @@ from torchshard.distributed import collectives
 from torchshard.initializer import Part, StreamInitializer
 from torchshard.tensor.sharded import Sharding
 
+FILLS = frozenset(
+    """
+    uniform_ normal_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
+    """.split()
+)
+_STREAMED = frozenset(["uniform_", "normal_"])
+"""Fills whose numbers for a tensor are those of its chunks, one after the other."""
+
 
 class _Fill(StreamInitializer):
     """The numbers of one of torch's random fills."""
@@ -53,6 +61,26 @@ def fill_as_whole(
     func(values, *args, **kwargs)
     place = (sharding.dim, sharding.ranges, sharding.group)
     shard.copy_(collectives.own_shard(values, *place))
+
+
+def filled(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return the shard that a random fill was given, with this rank's part of the whole's."""
+    shard, *rest = args
+    fill = fill_in_stream if func.__name__ in _STREAMED else fill_as_whole
+    fill(func, shard.to_local(), shard.sharding, *rest, **kwargs)
+    return shard
+
+
+def initialised(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return the shard that a function of `torch.nn.init` was given, set as the whole would be."""
+    kwargs = dict(kwargs)
+    shard, *rest = (kwargs.pop("tensor"), *args) if "tensor" in kwargs else args
+    fill_as_whole(func, shard.to_local(), shard.sharding, *rest, **kwargs)
+    return shard
 
 
 def _whole_shape(shard: Tensor, sharding: Sharding) -> tuple[int, ...]:

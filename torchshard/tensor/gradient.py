@@ -1,9 +1,9 @@
 """ShardedGradient: the gradient of a divided parameter, as code outside torch reads it.
 
-It is the shard, but one number made of all its elements is the whole gradient's: a norm, a sum
-of squares, whether one is not finite. That is what loops over `parameter.grad` want of it,
-`torch.nn.utils.get_total_norm(grads)` among them, and a shard's number would make each rank clip,
-skip and log by another.
+It has the shard's shape, as the parameter has, and works elementwise as a shard does, but what is
+computed of it is the whole's: a norm, a sum of squares, whether one element is not finite, a mean
+along a dim. That is what loops over `parameter.grad` want of it; a shard's number would make each
+rank clip, skip and log by another. So is what is made like a parameter, `torch.zeros_like(weight)`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torchshard.tensor.asker import asking_module
+from torchshard.tensor.asker import INIT, KEEPERS, asking_module
+from torchshard.tensor.attributes import OF_THE_SHARD, getter
 from torchshard.tensor.compiler import uncompiled
+from torchshard.tensor.elementwise import in_place, noise, pointwise
+from torchshard.tensor.filling import FILLS, filled, initialised
 from torchshard.tensor.sharded import (
     ANSWERS_FIRST,
+    RULES,
     ShardedTensor,
     Sharding,
     local,
@@ -25,32 +29,22 @@ from torchshard.tensor.sharded import (
     mark,
 )
 
-_NORMS = frozenset(
-    """
-    norm vector_norm linalg_vector_norm linalg_norm linalg_matrix_norm _foreach_norm
-    dot vdot inner dist cosine_similarity
-    """.split()
-)
-_JOINS = frozenset(["cat", "concat", "concatenate", "hstack"])
-"""Of several gradients one would be made, divided as none of them is: its rule refuses."""
-_FLATTENS = frozenset(["flatten", "ravel", "reshape", "view"])
-_OF_ALL_ELEMENTS = frozenset(
-    "sum nansum mean nanmean max min amax amin any all var std prod count_nonzero".split()
-)
-_ELEMENTWISE = frozenset(
-    """
-    detach clone contiguous to type float double half bfloat16 cpu cuda coalesce
-    abs absolute square sqrt pow neg mul multiply div divide true_divide sub add
-    isnan isinf isfinite logical_not bitwise_not log log10 log2
-    eq ne gt ge lt le
-    """.split()
-)
-"""What keeps the elements where they are, beside numbers and gradients divided alike."""
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_RESHAPES = frozenset("flatten ravel reshape view view_as reshape_as".split())
+_KEPT = frozenset("detach clone type to cpu cuda coalesce pin_memory".split())
+_FANS = frozenset(["size", "__len__", "numel", "nelement"])
+_NORMS = frozenset("norm vector_norm linalg_vector_norm _foreach_norm".split())
+"""What has a rule for the values of a sparse gradient."""
+_SHAPE, _DATA = getter("shape"), getter("data")
+_VIEWS = list(map(getter, ("T", "mT", "H", "mH", "real", "imag")))
 
 
 class ShardedGradient(Tensor):
-    """A divided parameter's gradient: this rank's shard, whose norm is the whole's.
+    """A divided parameter's gradient: this rank's shard, which knows what it is a part of.
+
+    Its shape and storage are the shard's. Elementwise functions work on the shard, beside
+    numbers, beside gradients divided alike and beside what has the shard's own shape; a view
+    that keeps the divided dim keeps the knowledge. All else is computed of the whole, by the
+    rules of `ShardedTensor`.
 
     Attributes:
         sharding: The parameter's: the sharded dim, who holds what of it, and the group.
@@ -67,52 +61,129 @@ class ShardedGradient(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(kind in ANSWERS_FIRST for kind in types):
+        if any(kind in ANSWERS_FIRST and kind is not cls for kind in types):
             return NotImplemented
-        if any(issubclass(kind, ShardedTensor) for kind in types):
-            args, kwargs = tree_map(_marked, args), tree_map(_marked, kwargs)
-            return ShardedTensor.__torch_function__(func, (), args, kwargs)
-        name = getattr(func, "__name__", "")
-        if _is_of_the_whole(name, args, kwargs) and not torch.compiler.is_compiling():
-            args, kwargs = tree_map(_marked, args), tree_map(_marked, kwargs)
-            return ShardedTensor.__torch_function__(func, (), args, kwargs)
-        result = local_call(func, args, kwargs)
-        if name in _FLATTENS and _is_dense(args[0]) and result.dim() == 1:
-            flat = _marked(args[0]).flatten()
-            return known_as_gradient(local(flat), flat.sharding)
-        if isinstance(result, Tensor) and (name in _ELEMENTWISE or func == _DATA):
-            sharding = _common_sharding([*args, *kwargs.values()])
-            return known_as_gradient(result, sharding) if sharding else result
-        return result
+        if torch.compiler.is_compiling():
+            return local_call(func, args, kwargs)
+        name = func.__name__
+        if name == "__get__":
+            return _attribute(func, args[0])
+        if name in _FANS and asking_module() == INIT:
+            return _by_rule(func, args, kwargs)
+        if name in OF_THE_SHARD - _KEPT or name == "__set__":
+            return local_call(func, args, kwargs)
+        tensors = [x for x in [*args, *kwargs.values()] if isinstance(x, Tensor)]
+        if getattr(func, "__module__", None) == INIT:
+            return initialised(func, args, kwargs)
+        if name in FILLS and asking_module() == INIT:
+            return filled(func, args, kwargs)
+        if RULES.get(name) in (pointwise, in_place) or name in _KEPT:
+            return _elementwise(func, args, kwargs, tensors)
+        if asking_module().startswith(KEEPERS):
+            return local_call(func, args, kwargs)
+        if name not in _NORMS and any(map(_is_sparse, tensors)):
+            return local_call(func, args, kwargs)
+        if name in _RESHAPES and isinstance(args[0], ShardedGradient):
+            return _reshaped(func, args, kwargs)
+        return _by_rule(func, args, kwargs)
+
+    def to_local(self) -> Tensor:
+        """Return the shard as a plain tensor. The caller now minds who holds what."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.clone()
+        return cast(Tensor, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain tensor: who reads it has another rank's parameters."""
+        plain: Any = self.to_local()
+        return plain.__reduce_ex__(protocol)
 
 
 uncompiled(ShardedGradient)
+ANSWERS_FIRST.add(ShardedGradient)
 
 
-def _is_of_the_whole(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a function goes by the rules of marked tensors, and not by the shard."""
-    if name in _OF_ALL_ELEMENTS:
-        is_of_all = len(args) == 1 and not kwargs.keys() & {"dim", "axis", "out"}
-        return is_of_all and _is_dense(args[0])
-    if name in _JOINS:
-        return not asking_module().startswith("torchshard")
-    return name in _NORMS
+def _by_rule(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `func` on the gradients marked; noise like a gradient is one again."""
+    args, kwargs = tree_map(gradient_marked, args), tree_map(gradient_marked, kwargs)
+    result = ShardedTensor.__torch_function__(func, (), args, kwargs)
+    return _known_again(result) if RULES.get(func.__name__) is noise else result
 
 
-def _is_dense(value: Any) -> bool:
-    return isinstance(value, ShardedGradient) and not value.is_sparse
+def _known_again(result: Any) -> Any:
+    if not isinstance(result, ShardedTensor):
+        return result
+    return known_as_gradient(result.to_local(), result.sharding)
 
 
-def _common_sharding(values: list[Any]) -> Sharding | None:
-    """Return how the gradients among `values` are divided; None beside other tensors."""
-    shardings = [
-        value.sharding for value in values if isinstance(value, ShardedGradient)
-    ]
-    others = [x for x in values if isinstance(x, Tensor) and x.dim()]
-    is_common = len(others) == len(shardings) and shardings.count(shardings[0]) == len(
-        shardings
-    )
-    return shardings[0] if is_common else None
+def _attribute(func: Callable[..., Any], grad: ShardedGradient) -> Any:
+    """Attributes are the shard's, but for who counts fans; views know what they are views of."""
+    if func in _VIEWS or (func == _SHAPE and asking_module() == INIT):
+        return _by_rule(func, (grad,), {})
+    value = local_call(func, (grad,), {})
+    return known_as_gradient(value, grad.sharding) if func == _DATA else value
+
+
+def _elementwise(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+) -> Any:
+    """Compute on the shards, if what is beside them has a shard's shape, or goes with any.
+
+    Who has a shard's shape is taken for a shard: what is kept of gradients and made like them.
+    """
+    grad = next(x for x in tensors if isinstance(x, ShardedGradient))
+    back = grad.sharding.dim - grad.dim()
+    if not all(_goes_beside(x, grad.sharding, back) for x in tensors):
+        result = _by_rule(func, args, kwargs)
+        is_written = RULES.get(func.__name__) is in_place
+        return args[0] if is_written else _known_again(result)
+    result = local_call(func, args, kwargs)
+    if not isinstance(result, Tensor) or result is args[0]:
+        return result
+    return known_as_gradient(result, grad.sharding.at(result.dim() + back))
+
+
+def _goes_beside(x: Tensor, sharding: Sharding, back: int) -> bool:
+    if isinstance(x, ShardedTensor):
+        return False
+    if isinstance(x, ShardedGradient):
+        return x.sharding.at(x.sharding.dim - x.dim()) == sharding.at(back)
+    return x.dim() < -back or x.shape[back] in (1, sharding.length)
+
+
+def _reshaped(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Return a view by the shard's sizes, known as a gradient where it keeps the divided dim.
+
+    One that flattens it is divided as the flattened whole; of others nobody knows.
+    """
+    grad: ShardedGradient = args[0]
+    result: Tensor = local_call(func, args, kwargs)
+    sharding, before, after = grad.sharding, grad.shape, result.shape
+    dim, back = sharding.dim, sharding.dim - grad.dim()
+    if after[: dim + 1] == before[: dim + 1]:
+        return known_as_gradient(result, sharding)
+    if len(after) >= -back and after[back:] == before[back:]:
+        return known_as_gradient(result, sharding.at(result.dim() + back))
+    if result.dim() == 1:
+        flat = gradient_marked(grad).flatten()
+        return known_as_gradient(local(flat), flat.sharding)
+    return result
+
+
+def _is_sparse(x: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.is_sparse
 
 
 def known_as_gradient(grad: Tensor, sharding: Sharding) -> Tensor:
@@ -156,7 +227,8 @@ def hook_of_gradient(
     return on_gradient
 
 
-def _marked(value: Any) -> Any:
+def gradient_marked(value: Any) -> Any:
+    """Return a gradient as a `ShardedTensor`; anything else as it is."""
     if not isinstance(value, ShardedGradient):
         return value
     sharding = value.sharding

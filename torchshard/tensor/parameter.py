@@ -6,7 +6,8 @@ penalty, an optimizer, and knows nothing of shards. What it gets depends on who 
     who asks for what                                   what it works on
     a layer, in its forward                             the shard
     torch's own keepers: optimizers, `Module.to`, distributed wrappers, saving     the shard
-    anyone: shape, dtype, storage, `detach()`, `zeros_like`, gradients, hooks      the shard
+    anyone: shape, dtype, storage, `detach()`                                      the shard
+    anyone: gradients, `zeros_like`                 the shard, which knows what it is a part of
     `torch.nn.init`; `normal_` and other random fills   the whole: its fans, its random stream
     clipping and gradient scalers of torch              gradients that know they are shards
     anyone else: what computes                          the whole, by the rules of `ShardedTensor`
@@ -39,16 +40,18 @@ from torchshard.tensor.asker import (
     NORM_TAKERS,
     asking_module,
     calling_frame,
+    counts_fans,
     inside,
     runs_a_layer_again,
 )
-from torchshard.tensor.attributes import PLAIN, getter
+from torchshard.tensor.attributes import OF_THE_SHARD, getter
 from torchshard.tensor.backward import run_backward
 from torchshard.tensor.compiler import compiler_looks, uncompiled
 from torchshard.tensor.dtensors import in_form, wanted_form
-from torchshard.tensor.filling import fill_as_whole, fill_in_stream
+from torchshard.tensor.filling import FILLS, filled, initialised
 from torchshard.tensor.gradient import (
     ShardedGradient,
+    gradient_marked,
     hook_of_gradient,
     known_as_gradient,
     known_as_plain,
@@ -70,34 +73,13 @@ from torchshard.tensor.sharded import (
 if TYPE_CHECKING:
     from types import FrameType
 
-_ALIKE = """
-    zeros_like ones_like empty_like full_like new new_empty new_zeros new_ones new_full
-    new_tensor new_empty_strided
-    """.split()
-_FACTS = """
-    size __len__ numel nelement detach __repr__ __format__ __deepcopy__ storage _typed_storage
-    share_memory_ is_shared type dtype is_same_size as_subclass _has_compatible_shallow_copy_type
-    _backward_hooks _make_subclass is_nonzero requires_grad __setstate__ __dlpack_device__ tolist numpy
-    """.split()
-_LISTS = [
-    name
-    for name in dir(torch)
-    if name.startswith(("_foreach_", "_fused_")) and "norm" not in name
-]
-"""What an optimizer calls with all parameters at once."""
-
-_LOCAL = frozenset([*PLAIN, *_ALIKE, *_FACTS, *_LISTS])
+_NEW = "new new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
+_LIKE = frozenset("zeros_like ones_like empty_like full_like".split())
+_LOCAL = OF_THE_SHARD.union(_NEW, _LIKE)
 _VECTORS = "torch.nn.utils.convert_parameters"
 """It lays parameters end to end in a vector, and back."""
 _PRUNE = "torch.nn.utils.prune"
 _WHOLE_FACTS = frozenset(["size", "__len__", "numel", "nelement"])
-_FILLS = frozenset(
-    """
-    uniform_ normal_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
-    """.split()
-)
-_STREAMED = frozenset(["uniform_", "normal_"])
-"""Fills whose numbers for a tensor are those of its chunks, one after the other."""
 
 
 class ShardedParameter(nn.Parameter):
@@ -168,9 +150,9 @@ class ShardedParameter(nn.Parameter):
         if asker == _VECTORS:
             return _as_vector(func, args)
         if getattr(func, "__module__", None) == INIT:
-            return _initialised(func, args, kwargs)
-        if name in _FILLS and isinstance(args[0], ShardedParameter):
-            return _filled(func, args, kwargs)
+            return initialised(func, args, kwargs)
+        if name in FILLS and isinstance(args[0], ShardedParameter):
+            return filled(func, args, kwargs)
         if asker == INIT and RULES.get(name) is elementwise.in_place:
             return local_call(func, args, kwargs)
         return _computed(func, args, kwargs)
@@ -213,7 +195,9 @@ def _plain(value: Any) -> Any:
 
 
 def _marked(value: Any) -> Any:
-    return marked(value) if isinstance(value, ShardedParameter) else value
+    if isinstance(value, ShardedParameter):
+        return marked(value)
+    return gradient_marked(value)
 
 
 def _inside_a_layer(
@@ -254,16 +238,22 @@ def _as_vector(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor:
 def _fact(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if func.__name__ in _WHOLE_FACTS and asking_module() in (INIT, _VECTORS):
+    if func.__name__ in _WHOLE_FACTS and _wants_whole(asking_module()):
         return _by_rule(func, (marked(args[0]), *args[1:]), kwargs)
     if func is torch.Tensor.register_hook and not asking_module().startswith(KEEPERS):
         parameter, hook = bound(args, kwargs, self=None, hook=None)
         args, kwargs = (parameter, hook_of_gradient(hook, parameter.sharding)), {}
     value = local_call(func, args, kwargs)
+    if func.__name__ in _LIKE and not asking_module().startswith(KEEPERS):
+        return known_as_gradient(value, args[0].sharding)
     if func is torch.Tensor.detach and asking_module() == "torch.nn.modules.module":
         # A plain module saves what it shares with a layer.
         return in_form(value, args[0].sharding, wanted_form())
     return value
+
+
+def _wants_whole(asker: str) -> bool:
+    return asker == _VECTORS or counts_fans(asker)
 
 
 def _attribute(
@@ -273,7 +263,7 @@ def _attribute(
     (parameter,) = args
     if func == _SHAPE:
         asker = asking_module()
-        if asker == INIT:
+        if counts_fans(asker):
             return _by_rule(func, (marked(parameter),), {})
         if asker == "torch.nn.utils.parametrize":
             raise ShardedOpError(
@@ -323,21 +313,21 @@ def _gradient_for(asker: str, grad: Tensor, sharding: Sharding) -> Tensor:
 def _set_attribute(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """`weight.data = ...` takes a shard only, of anyone but torch itself."""
+    """`weight.data = ...` takes a shard, or its part of a whole; of torch itself, what comes."""
     parameter, value = args
     sharding = parameter.sharding
     if isinstance(value, ShardedTensor) and value.sharding == sharding:
         value = value.to_local()  # what was kept of it: `old = weight.data.clone()`
     if func == torch.Tensor.data.__set__ and isinstance(value, Tensor):  # type: ignore[attr-defined]
         own, asker = local_call(_SHAPE, (parameter,), {}), asking_module()
-        if asker == _VECTORS:
+        if asker == _VECTORS or value.shape == whole_shape(marked(parameter)):
             place = (sharding.dim, sharding.ranges, sharding.group)
             value = collectives.own_shard(value, *place)
         if value.shape != own and not asker.startswith("torch"):
             raise ShapeError(
-                f"weight.data = ... was given shape {tuple(value.shape)}; the parameter is"
-                f" this rank's shard, of shape {tuple(own)}. Load whole values with"
-                " layer.load_state_dict, or weight.copy_(whole) under torch.no_grad()."
+                f"weight.data = ... was given shape {tuple(value.shape)}. Expected the"
+                f" whole parameter's, {tuple(whole_shape(marked(parameter)))}, or this"
+                f" rank's shard's, {tuple(own)}."
             )
     value = known_as_plain(value) if isinstance(value, ShardedGradient) else value
     local_call(func, (parameter, _plain(value)), kwargs)
@@ -352,27 +342,6 @@ def _become_known(frame: FrameType | None) -> None:
 
 _SHAPE, _GRAD, _DATA, _IS_LEAF = map(getter, ("shape", "grad", "data", "is_leaf"))
 _VIEWS = list(map(getter, ("T", "mT", "H", "mH", "real", "imag")))
-
-
-def _filled(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> ShardedParameter:
-    """Fill with this rank's part of the numbers of the whole."""
-    parameter, *rest = args
-    fill = fill_in_stream if func.__name__ in _STREAMED else fill_as_whole
-    fill(func, _plain(parameter), parameter.sharding, *rest, **kwargs)
-    return cast(ShardedParameter, parameter)
-
-
-def _initialised(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> ShardedParameter:
-    """Answer those functions of `torch.nn.init` that ask a tensor itself."""
-    kwargs = dict(kwargs)
-    parameter = kwargs.pop("tensor") if "tensor" in kwargs else args[0]
-    rest = args[1:] if "tensor" not in kwargs and not kwargs else ()
-    fill_as_whole(func, _plain(parameter), parameter.sharding, *rest, **kwargs)
-    return cast(ShardedParameter, parameter)
 
 
 def _computed(
@@ -410,7 +379,7 @@ def _with_kin_marked(
         for value in [*args, *kwargs.values()]
         if isinstance(value, ShardedParameter)
     )
-    own, sharding = parameter.shape, parameter.sharding
+    own, sharding = local_call(_SHAPE, (parameter,), {}), parameter.sharding
 
     def kin(value: Any) -> Any:
         is_plain = isinstance(value, Tensor) and not isinstance(
