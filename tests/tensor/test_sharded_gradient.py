@@ -152,6 +152,11 @@ WRITTEN = {
     "less that of the other": lambda g: g.sub_(g.mean(0, keepdim=True)),
     "clamped by its norm": lambda g: g.clamp_(max=g.norm() / 100),
 }
+BY_IDS = {
+    "ids": lambda g: g.__setitem__(torch.tensor([6, 0]), 0.0),
+    "a list": lambda g: g.__setitem__([-1, 3], 1.5),
+    "a mask of rows": lambda g: g.__setitem__(torch.arange(7) > 3, 0.0),
+}
 REFUSED = {
     "median": lambda g: g.median(),
     "quantile": lambda g: g.quantile(0.9),
@@ -169,7 +174,7 @@ def along_dims():
         if hasattr(mine, "sharding"):
             mine = whole(mark(mine.to_local(), mine.sharding))
         close(mine, results[0], case)
-    for case, write in WRITTEN.items():
+    for case, write in {**WRITTEN, **BY_IDS}.items():
         grads = [each[0].weight.grad.clone() for each in (dense, model)]
         for grad in grads:
             write(grad)

@@ -33,6 +33,16 @@ INDICES = {
 }
 
 
+ROWS = {
+    "a list": [0, -1],
+    "ids": torch.tensor([5, 0]),
+    "no ids": torch.tensor([], dtype=torch.long),
+    "ids of more dims": torch.tensor([[4], [1]]),
+    "a mask of rows": torch.arange(7) % 3 == 0,
+    "a mask of rows and columns": torch.arange(35).view(7, 5) % 3 == 0,
+}
+
+
 def written(index, dim, lengths, value_of):
     """Write the same into a divided tensor and a dense one; compare values and gradients."""
     mine, dense = (randoms(SHAPE, 1).requires_grad_() for _ in range(2))
@@ -85,6 +95,19 @@ def every_index():
             count += 1
 
 
+def every_row():
+    for dim, size in enumerate(SHAPE):
+        lengths = balanced_ranges(size, groups.get_world_size()).lengths
+        for index, value_of in product(ROWS.values(), (number, scalar)):
+            written(index, dim, lengths, value_of)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rows_are_set_to_a_number(world_size):
+    """Named by ids, a list or a mask of the first dims, whichever dim is divided."""
+    run_ranks(every_row, world_size)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_written_part_is_that_of_the_whole(world_size):
     """Numbers and tensors, broadcast or not, at every index and every split."""
@@ -107,7 +130,7 @@ def masks_and_shards():
     before = whole(x).clone()
     refused = [
         lambda: x.__setitem__((slice(None), slice(0, 4, 2)), 0.0),
-        lambda: x.__setitem__([1, 2], 0.0),
+        lambda: x.__setitem__([1, 2], parts[1:3]),
         lambda: x.__setitem__((slice(None), slice(0, 3)), parts),
         lambda: plain.__setitem__(0, parts[0]),
         lambda: plain.__setitem__(x > 0, 1.0),

@@ -30,7 +30,7 @@ from torchshard.tensor.sharded import (
 )
 
 _RESHAPES = frozenset("flatten ravel reshape view view_as reshape_as".split())
-_KEPT = frozenset("detach clone type to cpu cuda coalesce pin_memory".split())
+_KEPT = frozenset("detach clone type to to_dense cpu cuda coalesce pin_memory".split())
 _FANS = frozenset(["size", "__len__", "numel", "nelement"])
 _NORMS = frozenset("norm vector_norm linalg_vector_norm _foreach_norm".split())
 """What has a rule for the values of a sparse gradient."""
@@ -82,6 +82,8 @@ class ShardedGradient(Tensor):
         if asking_module().startswith(KEEPERS):
             return local_call(func, args, kwargs)
         if name not in _NORMS and any(map(_is_sparse, tensors)):
+            return local_call(func, args, kwargs)
+        if name == "__setitem__" and _is_one_element(*args[:2]):
             return local_call(func, args, kwargs)
         if name in _RESHAPES and isinstance(args[0], ShardedGradient):
             return _reshaped(func, args, kwargs)
@@ -179,6 +181,12 @@ def _reshaped(
         flat = gradient_marked(grad).flatten()
         return known_as_gradient(local(flat), flat.sharding)
     return result
+
+
+def _is_one_element(x: Tensor, index: Any) -> bool:
+    """Return whether `index` names one element, of the shard: so tests put infinities in one."""
+    items = index if isinstance(index, tuple) else (index,)
+    return len(items) == x.dim() and all(isinstance(item, int) for item in items)
 
 
 def _is_sparse(x: Tensor) -> bool:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchshard.distributed import collectives
 from torchshard.tensor.cutting import full_index, item_of_dim, slice_ends
 from torchshard.tensor.elementwise import aligned
 from torchshard.tensor.sharded import (
     RULES,
+    ShardedTensor,
     Sharding,
     expect_first,
     local,
@@ -33,6 +35,9 @@ def _setitem(
         RULES["masked_fill_"](Tensor.masked_fill_, (x, index, value), {})
         return
     sharding = x.sharding
+    if isinstance(index, Tensor | list) and is_number:
+        _write_rows(x, torch.as_tensor(index, device=x.device), value)
+        return
     items = full_index(x, index)
     items += [slice(None)] * (x.dim() - sum(item is not None for item in items))
     number = item_of_dim(items, sharding.dim)
@@ -49,6 +54,20 @@ def _setitem(
     if is_one and value.dim() >= -back:
         value = value.unsqueeze(back)
     selected.copy_(local(aligned("indexing", value, piece.at(back))))
+
+
+def _write_rows(x: ShardedTensor, rows: Tensor, value: Any) -> None:
+    """Set rows, named by ids or by a mask of the first dims, to a number."""
+    own, sharding = x.to_local(), x.sharding
+    is_mask = rows.dtype == torch.bool
+    if is_mask and sharding.dim < rows.dim():
+        place = (sharding.dim, sharding.ranges, sharding.group)
+        rows = collectives.own_shard(rows, *place)
+    elif sharding.dim == 0:
+        named = rows.new_zeros(sharding.ranges.size, dtype=torch.bool)
+        named[rows] = True
+        rows = collectives.own_shard(named, 0, sharding.ranges, sharding.group)
+    own[rows] = aligned("indexing", value, sharding.at(-1))
 
 
 def _own_part(item: Any, sharding: Sharding) -> tuple[slice, Sharding]:
