@@ -233,6 +233,37 @@ def test_noise_like_it_differs_between_ranks_and_leaves_their_streams_alike():
     run_ranks(noises, 3)
 
 
+def gathered_by_hand():
+    """Buffers made like a parameter, which a collective fills."""
+    torch.manual_seed(4)
+    dense = nn.Linear(4, 6)
+    layer = copy.deepcopy(nn.Sequential(dense))
+    ts.parallelize(layer, {"0": "column"})
+    for module in (dense, layer):
+        module(torch.ones(2, 4)).square().sum().backward()
+    for mine, whole_one in zip(layer.parameters(), dense.parameters(), strict=True):
+        for own, expected in ((mine, whole_one), (mine.grad, whole_one.grad)):
+            for make in (torch.empty_like, torch.zeros_like):
+                parts = [make(own) for _ in range(ts.distributed.get_world_size())]
+                torch.distributed.all_gather(parts, own.detach().contiguous())
+                close(torch.cat(parts), expected, "joined")
+                close(torch.stack(parts).flatten(0, 1), expected, "stacked")
+                total = sum(part.sum() for part in parts)
+                close(total, expected.sum(), "summed", 1e-6)
+                first = expected[: len(parts[0])].norm()
+                close((parts[0] * 1.0).norm(), first, "that of the first rank")
+                scale = torch.zeros_like(own)
+                for part in parts:
+                    scale.add_(part)
+                close(torch.cat(parts), expected, "read, and joined")
+                close(scale.norm() > 0, torch.tensor(True), "written")
+
+
+def test_what_is_made_like_it_may_be_a_buffer():
+    """Until a function of torch writes into it, it is a plain one."""
+    run_ranks(gathered_by_hand, 2)
+
+
 def copies():
     _, model = twins()
     grad = model[0].weight.grad
@@ -248,6 +279,10 @@ def copies():
     model[0].weight.grad = loaded["grad"]
     close(model[0].weight.grad.norm(), grad.norm(), "set again")
     assert repr(grad).startswith("ShardedGradient(")
+    assert torch.equal(grad, loaded["grad"])
+    assert torch.allclose(loaded["grad"], grad)
+    assert not torch.equal(grad, loaded["grad"] + 1)
+    assert torch.equal(grad, grad.clone())
     assert grad.numpy().shape == grad.shape == grad.to_local().shape
 
 

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+from torchshard.distributed.transforms import is_marked
 from torchshard.tensor.asker import INIT, KEEPERS, asking_module
 from torchshard.tensor.attributes import OF_THE_SHARD, getter
 from torchshard.tensor.compiler import uncompiled
@@ -31,6 +32,7 @@ from torchshard.tensor.sharded import (
 
 _RESHAPES = frozenset("flatten ravel reshape view view_as reshape_as".split())
 _KEPT = frozenset("detach clone type to to_dense cpu cuda coalesce pin_memory".split())
+LIKES = frozenset("zeros_like ones_like empty_like full_like".split())
 _FANS = frozenset(["size", "__len__", "numel", "nelement"])
 _NORMS = frozenset("norm vector_norm linalg_vector_norm _foreach_norm".split())
 """What has a rule for the values of a sparse gradient."""
@@ -46,11 +48,16 @@ class ShardedGradient(Tensor):
     that keeps the divided dim keeps the knowledge. All else is computed of the whole, by the
     rules of `ShardedTensor`.
 
+    What is made by `zeros_like` and its kin is one from the first function that writes into it.
+    Until then it may be a buffer, into which a collective puts another rank's shard.
+
     Attributes:
         sharding: The parameter's: the sharded dim, who holds what of it, and the group.
+        is_fresh: Whether it was made by `zeros_like` or its kin, and not written into.
     """
 
     sharding: Sharding
+    is_fresh = False
 
     @classmethod
     def __torch_function__(
@@ -70,20 +77,29 @@ class ShardedGradient(Tensor):
             return _attribute(func, args[0])
         if name in _FANS and asking_module() == INIT:
             return _by_rule(func, args, kwargs)
+        if name.startswith("_foreach_") and name.endswith("_"):
+            _written(args[0])
         if name in OF_THE_SHARD - _KEPT or name == "__set__":
             return local_call(func, args, kwargs)
         tensors = [x for x in [*args, *kwargs.values()] if isinstance(x, Tensor)]
+        if RULES.get(name) in (in_place, noise) or name in FILLS:
+            _written(args[:1])
         if getattr(func, "__module__", None) == INIT:
             return initialised(func, args, kwargs)
         if name in FILLS and asking_module() == INIT:
             return filled(func, args, kwargs)
         if RULES.get(name) in (pointwise, in_place) or name in _KEPT:
             return _elementwise(func, args, kwargs, tensors)
-        if asking_module().startswith(KEEPERS):
+        is_fresh = all(
+            getattr(x, "is_fresh", True) for x in tree_leaves((args, kwargs))
+        )
+        if is_fresh or asking_module().startswith(KEEPERS):
             return local_call(func, args, kwargs)
         if name not in _NORMS and any(map(_is_sparse, tensors)):
             return local_call(func, args, kwargs)
         if name == "__setitem__" and _is_one_element(*args[:2]):
+            return local_call(func, args, kwargs)
+        if name in ("equal", "allclose") and _is_beside_its_like(tensors):
             return local_call(func, args, kwargs)
         if name in _RESHAPES and isinstance(args[0], ShardedGradient):
             return _reshaped(func, args, kwargs)
@@ -116,6 +132,12 @@ def _by_rule(
     args, kwargs = tree_map(gradient_marked, args), tree_map(gradient_marked, kwargs)
     result = ShardedTensor.__torch_function__(func, (), args, kwargs)
     return _known_again(result) if RULES.get(func.__name__) is noise else result
+
+
+def _written(tensors: Iterable[Any]) -> None:
+    for x in tensors:
+        if isinstance(x, ShardedGradient) and x.is_fresh:
+            x.is_fresh = False
 
 
 def _known_again(result: Any) -> Any:
@@ -151,7 +173,18 @@ def _elementwise(
     result = local_call(func, args, kwargs)
     if not isinstance(result, Tensor) or result is args[0]:
         return result
-    return known_as_gradient(result, grad.sharding.at(result.dim() + back))
+    known = known_as_gradient(result, grad.sharding.at(result.dim() + back))
+    is_like = func.__name__ in LIKES
+    if is_like or all(getattr(x, "is_fresh", not x.dim()) for x in tensors):
+        known.is_fresh = True  # type: ignore[attr-defined]
+    return known
+
+
+def made_like(value: Tensor, sharding: Sharding) -> Tensor:
+    """Return what `zeros_like` or its kin made of what is divided so."""
+    known = known_as_gradient(value, sharding)
+    known.is_fresh = True  # type: ignore[attr-defined]
+    return known
 
 
 def _goes_beside(x: Tensor, sharding: Sharding, back: int) -> bool:
@@ -181,6 +214,12 @@ def _reshaped(
         flat = gradient_marked(grad).flatten()
         return known_as_gradient(local(flat), flat.sharding)
     return result
+
+
+def _is_beside_its_like(tensors: list[Tensor]) -> bool:
+    """Return whether a plain tensor of the shard's shape is among them, compared on each rank."""
+    shapes = {local_call(_SHAPE, (x,), {}) for x in tensors}
+    return len(shapes) == 1 and any(not is_marked(x) for x in tensors)
 
 
 def _is_one_element(x: Tensor, index: Any) -> bool:

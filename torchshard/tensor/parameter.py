@@ -50,11 +50,13 @@ from torchshard.tensor.compiler import compiler_looks, uncompiled
 from torchshard.tensor.dtensors import in_form, wanted_form
 from torchshard.tensor.filling import FILLS, filled, initialised
 from torchshard.tensor.gradient import (
+    LIKES,
     ShardedGradient,
     gradient_marked,
     hook_of_gradient,
     known_as_gradient,
     known_as_plain,
+    made_like,
 )
 from torchshard.tensor.sharded import (
     ANSWERS_FIRST,
@@ -74,8 +76,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _NEW = "new new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
-_LIKE = frozenset("zeros_like ones_like empty_like full_like".split())
-_LOCAL = OF_THE_SHARD.union(_NEW, _LIKE)
+_LOCAL = OF_THE_SHARD.union(_NEW, LIKES)
 _VECTORS = "torch.nn.utils.convert_parameters"
 """It lays parameters end to end in a vector, and back."""
 _PRUNE = "torch.nn.utils.prune"
@@ -244,8 +245,8 @@ def _fact(
         parameter, hook = bound(args, kwargs, self=None, hook=None)
         args, kwargs = (parameter, hook_of_gradient(hook, parameter.sharding)), {}
     value = local_call(func, args, kwargs)
-    if func.__name__ in _LIKE and not asking_module().startswith(KEEPERS):
-        return known_as_gradient(value, args[0].sharding)
+    if func.__name__ in LIKES and not asking_module().startswith(KEEPERS):
+        return made_like(value, args[0].sharding)
     if func is torch.Tensor.detach and asking_module() == "torch.nn.modules.module":
         # A plain module saves what it shares with a layer.
         return in_form(value, args[0].sharding, wanted_form())
